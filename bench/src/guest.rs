@@ -9,8 +9,8 @@ use vmferry::destination::{Owned, Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate};
 use vmferry::stats::SourceStats;
 use vmferry::{
-    DestinationConfig, DestinationVm, GuestDescription, Landing, PrepareError, Resume,
-    SourceConfig, SourceVm, StateEstimate, VmError,
+    DestinationConfig, DestinationVm, GuestDescription, HarvestGuard, Landing, PrepareError,
+    Resume, SourceConfig, SourceVm, StateEstimate, VmError,
 };
 use vmferry_dirty::{DirtyLog, UffdLog};
 use vmferry_memory::{
@@ -190,10 +190,9 @@ impl<B: Behavior> SourceVm for MemoryGuest<B> {
         self.behavior.state_estimate()
     }
 
-    fn quiesced(&mut self, harvest: &mut dyn FnMut()) -> Result<Duration, VmError> {
+    fn begin_harvest(&mut self) -> Result<Box<dyn HarvestGuard + '_>, VmError> {
         self.behavior.between_rounds(&self.memory)?;
-        harvest();
-        Ok(Duration::ZERO)
+        Ok(Box::new(()))
     }
 }
 

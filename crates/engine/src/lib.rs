@@ -64,5 +64,6 @@ pub use config::{DestinationConfig, SourceConfig, Timeouts};
 pub use error::{Compared, ErrorClass, MigrateError};
 pub use vmferry_handover::{Resume, VmError};
 pub use vmm::{
-    DestinationVm, GuestDescription, Landing, PoweredOff, PrepareError, SourceVm, StateEstimate,
+    DestinationVm, GuestDescription, HarvestGuard, Landing, PoweredOff, PrepareError, SourceVm,
+    StateEstimate,
 };

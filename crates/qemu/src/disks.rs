@@ -11,12 +11,13 @@
 //! Pinning a page for writing counts as a write in the dirty log: the page is in the next harvest.
 //! So a request that is pending at a harvest has its pages either in this harvest or in an earlier
 //! one. If all requests that were pending at a harvest have ended before its pages are copied, and
-//! before the next harvest, every copy has the data of these requests. [`Disks::settle`] waits for
-//! that while the guest runs: nothing is flushed, and no `STOP` and `RESUME` events are sent.
+//! before the next harvest, every copy has the data of these requests. [`Harvest`] waits for that
+//! while the guest runs: nothing is flushed, and no `STOP` and `RESUME` events are sent.
 
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use vmferry::{HarvestGuard, VmError};
 
 use crate::error::QemuError;
 use crate::process::{self, OpenFile};
@@ -178,35 +179,75 @@ impl Disks {
         self.pin_pages && version >= UNKNOWN_DRAIN
     }
 
-    /// Runs `harvest`, and returns once all requests that were pending at its end have completed.
-    /// Returns for how long QEMU's disks, and possibly the guest, have waited for that.
+    /// Called before the dirty log is harvested.
     ///
     /// # Errors
-    /// QMP errors, also if a request takes longer than any command may. The guest runs, or
-    /// continues by itself.
-    pub fn settle(self, qmp: &mut Qmp, harvest: &mut dyn FnMut()) -> Result<Duration, QemuError> {
-        if !self.pin_pages {
-            harvest();
-            return Ok(Duration::ZERO);
-        }
-        if self.stop_the_guest(qmp.version()) {
-            return stop_for(qmp, harvest);
-        }
-        harvest();
-        let begun = Instant::now();
-        qmp.execute("transaction", json!({ "actions": [] }))?;
-        Ok(begun.elapsed())
+    /// The guest has powered off; QMP errors.
+    pub fn begin_harvest(self, qmp: &mut Qmp) -> Result<Harvest<'_>, QemuError> {
+        qmp.must_be_alive()?;
+        let pending = if !self.pin_pages {
+            Pending::Seen
+        } else if self.stop_the_guest(qmp.version()) {
+            let since = Instant::now();
+            qmp.pause_guest().or_else(|error| qmp.must_be_alive().and(Err(error)))?;
+            Pending::Ended { since }
+        } else {
+            Pending::Unseen
+        };
+        Ok(Harvest { qmp, pending })
     }
 }
 
-/// The same with the guest stopped, if it runs: `stop` waits for pending requests, and flushes all
-/// disks.
-fn stop_for(qmp: &mut Qmp, harvest: &mut dyn FnMut()) -> Result<Duration, QemuError> {
-    let begun = Instant::now();
-    qmp.pause_guest()?;
-    harvest();
-    qmp.end_pause()?;
-    Ok(begun.elapsed())
+/// A harvest of the dirty log. On drop, the guest that was paused for it is continued.
+pub struct Harvest<'a> {
+    qmp: &'a mut Qmp,
+    pending: Pending,
+}
+
+/// The requests of the disks that are pending at a harvest.
+enum Pending {
+    /// The log sees what they write.
+    Seen,
+    /// They go into pinned pages, and must end before the pages are copied.
+    Unseen,
+    /// They ended when the guest was paused: `stop` waits for them, and flushes all disks.
+    Ended { since: Instant },
+}
+
+impl Harvest<'_> {
+    /// Returns for how long QEMU's disks, and possibly the guest, have waited for the requests.
+    fn end(&mut self) -> Result<Duration, QemuError> {
+        match std::mem::replace(&mut self.pending, Pending::Seen) {
+            Pending::Seen => Ok(Duration::ZERO),
+            Pending::Unseen => {
+                let begun = Instant::now();
+                self.qmp.execute("transaction", json!({ "actions": [] }))?;
+                Ok(begun.elapsed())
+            }
+            Pending::Ended { since } => {
+                self.qmp.end_pause()?;
+                Ok(since.elapsed())
+            }
+        }
+    }
+}
+
+impl HarvestGuard for Harvest<'_> {
+    /// Also fails if a request takes longer than any command may. The guest runs, or continues by
+    /// itself.
+    fn finish(mut self: Box<Self>) -> Result<Duration, VmError> {
+        let ended = self.end();
+        self.qmp.must_be_alive()?;
+        Ok(ended?)
+    }
+}
+
+impl Drop for Harvest<'_> {
+    fn drop(&mut self) {
+        if matches!(self.pending, Pending::Ended { .. }) {
+            let _ = self.end();
+        }
+    }
 }
 
 fn way(node: &Value, cache: Cache) -> Way {
@@ -223,6 +264,10 @@ fn way(node: &Value, cache: Cache) -> Way {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixStream;
+    use std::path::Path;
+
     use super::*;
 
     fn node(driver: &str, direct: bool) -> Value {
@@ -268,6 +313,37 @@ mod tests {
             Disks { pin_pages }.stop_the_guest(Version { major, minor: 0, micro: 0 })
         };
         assert!(stop(true, 11) && !stop(true, 10) && !stop(false, 11));
+    }
+
+    /// Begins a harvest with a fake QEMU 11 in this state, drops it, and returns the QEMU's commands.
+    fn dropped_harvest(mut status: &'static str) -> Vec<String> {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let qemu = std::thread::spawn(move || {
+            let version = json!({ "qemu": { "major": 11, "minor": 0, "micro": 0 } });
+            writeln!(theirs, "{}", json!({ "QMP": { "version": version } })).unwrap();
+            let lines = BufReader::new(theirs.try_clone().unwrap()).lines();
+            let asked = lines.map_while(Result::ok).map(|line| {
+                let asked: Value = serde_json::from_str(&line).unwrap();
+                let command = asked["execute"].as_str().unwrap().to_owned();
+                if command == "stop" {
+                    status = "paused";
+                }
+                let said = json!({ "return": { "status": status }, "id": asked["id"] });
+                writeln!(theirs, "{said}").unwrap();
+                command
+            });
+            asked.filter(|command| command == "stop" || command == "cont").collect()
+        });
+        let mut qmp = Qmp::over(ours, Path::new("fake")).unwrap();
+        drop(Disks { pin_pages: true }.begin_harvest(&mut qmp).unwrap());
+        drop(qmp);
+        qemu.join().unwrap()
+    }
+
+    #[test]
+    fn dropped_harvest_continues_only_a_guest_that_it_has_paused() {
+        assert_eq!(dropped_harvest("running"), ["stop", "cont"]);
+        assert!(dropped_harvest("paused").is_empty());
     }
 
     #[test]

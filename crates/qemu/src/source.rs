@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use vmferry::vmm::free_pages::{FreePages, PunchedPages};
-use vmferry::{GuestDescription, Resume, SourceVm, StateEstimate, VmError};
+use vmferry::{GuestDescription, HarvestGuard, Resume, SourceVm, StateEstimate, VmError};
 use vmferry_dirty::{DirtyLog, UffdLog};
 use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE, SlotLayout};
 use vmferry_wire::GuestIdentity;
@@ -271,12 +271,9 @@ impl SourceVm for QemuSource {
         StateEstimate { bytes: self.ram.state_bytes_in_use(), handling: HANDLING }
     }
 
-    fn quiesced(&mut self, harvest: &mut dyn FnMut()) -> Result<Duration, VmError> {
-        self.qmp.must_be_alive()?;
+    fn begin_harvest(&mut self) -> Result<Box<dyn HarvestGuard + '_>, VmError> {
         let disks = Disks { pin_pages: self.habits.pins_pages };
-        let settled = disks.settle(&mut self.qmp, harvest);
-        self.qmp.must_be_alive()?;
-        Ok(settled?)
+        Ok(Box::new(disks.begin_harvest(&mut self.qmp)?))
     }
 
     fn throttle(&mut self, percent: u8) -> Result<(), VmError> {

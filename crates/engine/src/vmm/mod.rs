@@ -182,22 +182,16 @@ pub trait SourceVm: Resume {
         StateEstimate::default()
     }
 
-    /// Runs `harvest` and returns once every device request that was in flight at its end has
-    /// completed. The result is for how long the guest may have been paused for it. No page of this
-    /// harvest is copied before this returns.
+    /// Called before the dirty log is started or harvested while the guest runs. The VMM may pause
+    /// the guest until the guard is finished or dropped.
     ///
-    /// A device that pins guest pages for a request (`O_DIRECT`) writes them later without a fault,
-    /// so write protection does not see it. However, pinning a page for writing counts as a write:
-    /// the page is in this harvest or an earlier one, and a copy made after the request has
-    /// completed contains the data it wrote. Without such devices, calling `harvest` is enough.
-    /// This does not cover a device that writes pages which it has pinned permanently: its guest
-    /// can't be migrated in this way.
+    /// The default is for a VMM without devices that pin guest pages: see
+    /// [`HarvestGuard::finish`].
     ///
     /// # Errors
-    /// The requests could not be waited for. The guest runs. `harvest` may or may not have run.
-    fn quiesced(&mut self, harvest: &mut dyn FnMut()) -> Result<Duration, VmError> {
-        harvest();
-        Ok(Duration::ZERO)
+    /// The guest can't be harvested now. It runs.
+    fn begin_harvest(&mut self) -> Result<Box<dyn HarvestGuard + '_>, VmError> {
+        Ok(Box::new(()))
     }
 
     /// Limits the guest's vCPUs to `100 - percent` per cent of their time, so that the guest writes
@@ -221,6 +215,32 @@ pub trait SourceVm: Resume {
     /// punched out. Called once.
     fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {
         Vec::new()
+    }
+}
+
+/// A harvest of the dirty log of a running guest. Dropped without a call to
+/// [`finish`](Self::finish), it continues the guest that the VMM has paused for it.
+pub trait HarvestGuard {
+    /// Returns once every device request that was in flight at the end of the harvest has
+    /// completed, and the guest runs again. The result is for how long the guest may have been
+    /// paused. No page of this harvest is copied before this returns.
+    ///
+    /// A device that pins guest pages for a request (`O_DIRECT`) writes them later without a fault,
+    /// so write protection does not see it. However, pinning a page for writing counts as a write:
+    /// the page is in this harvest or an earlier one, and a copy made after the request has
+    /// completed contains the data it wrote. Without such devices there is nothing to wait for.
+    /// This does not cover a device that writes pages which it has pinned permanently: its guest
+    /// can't be migrated in this way.
+    ///
+    /// # Errors
+    /// The requests could not be waited for. The guest runs.
+    fn finish(self: Box<Self>) -> Result<Duration, VmError>;
+}
+
+/// Nothing to wait for.
+impl HarvestGuard for () {
+    fn finish(self: Box<Self>) -> Result<Duration, VmError> {
+        Ok(Duration::ZERO)
     }
 }
 

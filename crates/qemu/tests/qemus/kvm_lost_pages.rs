@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use crate::support::migrate_source;
 use vmferry::vmm::free_pages::FreePages;
-use vmferry::{GuestDescription, MigrateError, Resume, SourceVm, StateEstimate, VmError};
+use vmferry::{
+    GuestDescription, HarvestGuard, MigrateError, Resume, SourceVm, StateEstimate, VmError,
+};
 use vmferry_dirty::{DirtyLog, DirtyLogError};
 use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE, PageSet, SlotId};
 use vmferry_qemu::QemuSource;
@@ -76,8 +78,8 @@ impl SourceVm for Forgetful {
         self.source.state_estimate()
     }
 
-    fn quiesced(&mut self, harvest: &mut dyn FnMut()) -> Result<Duration, VmError> {
-        self.source.quiesced(harvest)
+    fn begin_harvest(&mut self) -> Result<Box<dyn HarvestGuard + '_>, VmError> {
+        self.source.begin_harvest()
     }
 
     fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {

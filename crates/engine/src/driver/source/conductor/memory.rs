@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmferry_codec::{HotPages, PageHashes};
-use vmferry_dirty::DirtyLog;
+use vmferry_dirty::{DirtyLog, DirtyLogError};
 use vmferry_memory::{GuestMemory, whole_hash_except};
 
 use super::{Core, GuestSide};
@@ -119,19 +119,14 @@ impl<V: SourceVm> GuestSide<V> for MemoryGuest {
 
 impl MemoryGuest {
     fn start_log<V: SourceVm>(&mut self, core: &mut Core<'_, V>) -> Result<Input, MigrateError> {
-        let log = Arc::clone(self.harvester.log());
-        let (result, stood_still) = quiesced(core, move || log.start())?;
-        result?;
+        let stood_still = guarded(core, || self.harvester.log().start())?;
         Ok(Input::LogStarted { populated_pages: self.harvester.started()?, stood_still })
     }
 
     fn harvest<V: SourceVm>(&mut self, core: &mut Core<'_, V>) -> Result<Input, MigrateError> {
         let begun = Instant::now();
-        let (pages, stood_still) = self.harvester.harvest(|log, pages| {
-            let (result, stood_still) = quiesced(core, || log.collect(pages))?;
-            result?;
-            Ok(stood_still)
-        })?;
+        let (pages, stood_still) =
+            self.harvester.harvest(|log, pages| guarded(core, || log.collect(pages)))?;
         Ok(Input::Harvested { pages, took: begun.elapsed(), stood_still })
     }
 
@@ -195,25 +190,23 @@ impl MemoryGuest {
     }
 }
 
-/// Runs an operation that must not miss writes of devices. Returns for how long the guest was
-/// paused for it.
-fn quiesced<V: SourceVm, R>(
+/// Runs an operation on the log that must not miss writes of devices. Returns for how long the
+/// guest was paused for it.
+fn guarded<V: SourceVm>(
     core: &mut Core<'_, V>,
-    act: impl FnOnce() -> R,
-) -> Result<(R, Duration), MigrateError> {
+    act: impl FnOnce() -> Result<(), DirtyLogError>,
+) -> Result<Duration, MigrateError> {
     let failed = |source| MigrateError::of_vm("stop the guest for a harvest", source);
-    let SourceGuest::Running(running) = &mut core.guest else { return Ok((act(), Duration::ZERO)) };
-    let (mut act, mut result) = (Some(act), None);
-    let stood_still = running
-        .vm()
-        .quiesced(&mut || {
-            if let Some(act) = act.take() {
-                result = Some(act());
-            }
-        })
-        .map_err(failed)?;
-    let result = result.ok_or_else(|| failed("the VMM did not harvest".into()))?;
-    Ok((result, stood_still))
+    let SourceGuest::Running(running) = &mut core.guest else {
+        act()?;
+        return Ok(Duration::ZERO);
+    };
+    let guard = running.vm().begin_harvest().map_err(failed)?;
+    let result = act();
+    // An error of the VMM matters more: the guest may have powered off.
+    let stood_still = guard.finish().map_err(failed)?;
+    result?;
+    Ok(stood_still)
 }
 
 fn pause<V: SourceVm>(core: &mut Core<'_, V>) -> Input {
