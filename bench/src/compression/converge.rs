@@ -12,6 +12,7 @@ use anyhow::{Context, ensure};
 use fastrand::Rng;
 use parking_lot::Mutex;
 use serde::Serialize;
+use vmferry::config::RoundLimit;
 use vmferry::config::compression::CompressionWay;
 use vmferry::{MigrateError, VmError};
 use vmferry_codec::Method;
@@ -94,9 +95,9 @@ fn one(
     deltas: Deltas,
     directory: &Path,
 ) -> anyhow::Result<ConvergeRow> {
-    let mut setup = Setup::new(directory, Some(case.cap));
+    let mut setup = Setup::new(directory, Some(case.cap))?;
     setup.compress(way, deltas);
-    setup.source.max_rounds = case.max_rounds;
+    setup.source.max_rounds = RoundLimit::new(case.max_rounds)?;
     setup.source.verify = true;
     let writer = HotPageWriter::start(here, case.hot_pages)?;
     let vm = MemoryGuest::new(here, Arc::new(UffdLog::new(here)?), writer);

@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use fastrand::Rng;
 use serde::Serialize;
+use vmferry::config::RoundLimit;
 use vmferry::config::compression::CompressionWay;
 use vmferry::{MigrateError, StateEstimate, VmError};
 use vmferry_codec::Method;
@@ -82,9 +83,9 @@ fn one(
     deltas: Deltas,
     directory: &Path,
 ) -> anyhow::Result<HotRow> {
-    let mut setup = Setup::new(directory, Some(cap));
+    let mut setup = Setup::new(directory, Some(cap))?;
     setup.compress(way, deltas);
-    setup.source.max_rounds = ROUNDS;
+    setup.source.max_rounds = RoundLimit::new(ROUNDS)?;
     // The changed bytes are random, so every method must send them. No handover can be this short.
     let least = here.total_pages() as f64 * (PLACES * BYTES) as f64 / cap as f64;
     setup.source.downtime_limit = Duration::from_secs_f64(least);

@@ -7,6 +7,7 @@ use std::time::Duration;
 use anyhow::Context;
 use rustix::thread::set_name;
 use vmferry::config::compression::{CompressionConfig, CompressionWay, WhenBusy};
+use vmferry::config::{BandwidthCap, ConfigError};
 use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate};
 use vmferry::{DestinationConfig, MigrateError, SourceConfig, SourceVm};
@@ -28,9 +29,9 @@ pub struct Setup {
 
 impl Setup {
     /// The default configuration with journals in `directory` and a cap in bytes per second.
-    pub fn new(directory: &Path, cap: Option<u64>) -> Self {
+    pub fn new(directory: &Path, cap: Option<u64>) -> Result<Self, ConfigError> {
         let mut source = SourceConfig::new(directory.join("source"));
-        source.max_bandwidth = cap;
+        source.max_bandwidth = cap.map(BandwidthCap::new).transpose()?;
         let mut destination = DestinationConfig::new(directory.join("destination"));
         destination.once = true;
         // The source is silent while a harvest waits for the guest. On a busy machine this takes
@@ -39,7 +40,7 @@ impl Setup {
             timeouts.silence = SILENCE_LIMIT;
             timeouts.stall = SILENCE_LIMIT;
         }
-        Self { source, destination }
+        Ok(Self { source, destination })
     }
 
     /// Compresses with this method. Pages wait for a worker, so that all are compressed.

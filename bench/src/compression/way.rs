@@ -2,6 +2,7 @@
 
 use vmferry::config::compression::FRAME_PAGES;
 use vmferry::config::compression::{CompressionConfig, CompressionWay, WhenBusy};
+use vmferry::config::{ChannelCount, ConfigError, WorkerCount};
 use vmferry::{DestinationConfig, SourceConfig};
 use vmferry_codec::{Compressors, Decompressors, Method};
 
@@ -74,12 +75,13 @@ impl Way {
 
     /// Configures the source for this method. Only auto uses deltas; the others show the codecs
     /// alone.
-    pub fn configure_source(self, config: &mut SourceConfig) {
+    pub fn configure_source(self, config: &mut SourceConfig) -> Result<(), ConfigError> {
         let default = CompressionConfig::default();
+        let workers = Some(WorkerCount::new(if self == Self::ZlibPerCall { 1 } else { WORKERS })?);
         let fixed = |method| CompressionConfig {
             way: CompressionWay::Fixed(method),
             when_busy: WhenBusy::Wait,
-            workers: Some(WORKERS),
+            workers,
             delta_memory: 0,
             frame_pages: FRAME_PAGES,
             compressors: Compressors::default(),
@@ -88,9 +90,9 @@ impl Way {
         config.compression = match self {
             Self::Raw => CompressionConfig { way: CompressionWay::Off, ..default },
             Self::ZlibPerCall => {
-                config.channels = 1;
+                config.channels = ChannelCount::new(1)?;
                 let compressors = Compressors::per_call();
-                CompressionConfig { workers: Some(1), frame_pages: 1, compressors, ..zlib }
+                CompressionConfig { frame_pages: 1, compressors, ..zlib }
             }
             Self::ZlibPipeline => zlib,
             Self::ZlibRawWhenBusy => CompressionConfig { when_busy: WhenBusy::Raw, ..zlib },
@@ -99,13 +101,15 @@ impl Way {
             Self::Zstd3 => fixed(Method::zstd(3)),
             Self::Auto => default,
         };
+        Ok(())
     }
 
     /// Configures the destination for this method.
-    pub fn configure_destination(self, config: &mut DestinationConfig) {
+    pub fn configure_destination(self, config: &mut DestinationConfig) -> Result<(), ConfigError> {
         if self == Self::ZlibPerCall {
-            config.workers = Some(1);
+            config.workers = Some(WorkerCount::new(1)?);
             config.decompressors = Decompressors::per_call;
         }
+        Ok(())
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use vmferry::MigrateError;
-use vmferry::config::WhenStuck;
+use vmferry::config::{RoundLimit, WhenStuck};
 use vmferry::source::{Orders, Progress};
 use vmferry_memory::GuestMemory;
 
@@ -80,13 +80,13 @@ pub fn measure(
     window: Window,
 ) -> anyhow::Result<Sample> {
     let log = hosts.writers.log(hosts.here)?;
-    let mut setup = Setup::new(hosts.directory, cap);
-    way.configure_source(&mut setup.source);
-    way.configure_destination(&mut setup.destination);
+    let mut setup = Setup::new(hosts.directory, cap)?;
+    way.configure_source(&mut setup.source)?;
+    way.configure_destination(&mut setup.destination)?;
     // The downtime limit is too short for all of the memory, and the migration never runs out of
     // rounds.
     setup.source.downtime_limit = PER_PAGE * u32::try_from(hosts.here.total_pages())?;
-    setup.source.max_rounds = u32::MAX;
+    setup.source.max_rounds = RoundLimit::new(u32::MAX)?;
     setup.source.when_stuck = WhenStuck::Refuse;
     let vm = MemoryGuest::new(hosts.here, Arc::<RewrittenLog>::clone(&log), NeverHandedOver);
     // The migration's threads are all threads except the guest's and this one.

@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use tempfile::TempDir;
+use vmferry::config::ChannelCount;
 use vmferry::{DestinationConfig, SourceConfig};
 use vmferry_memory::GuestMemory;
 use vmferry_transport::{Address, Dialer, Listener, TlsIdentity, pki};
@@ -52,7 +53,7 @@ pub fn migrate(
     let listener = Listener::bind(&address, identity.clone())?;
     let dialer = Dialer::new(listener.local_address().clone(), identity);
     let mut config = SourceConfig::new(links.directory.path().join("source"));
-    config.channels = channels;
+    config.channels = ChannelCount::new(channels)?;
     let there = DestinationConfig::new(links.directory.path().join("destination"));
     let vm = MemoryGuest::idle(source);
     let incoming = Incoming(destination.clone());

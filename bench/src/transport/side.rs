@@ -11,6 +11,7 @@ use std::time::Instant;
 
 use anyhow::Context;
 use vmferry::config::compression::{CompressionConfig, CompressionWay};
+use vmferry::config::{BandwidthCap, ChannelCount};
 use vmferry::destination::{Notice, Received as Outcome, Stop, receive};
 use vmferry::source::{Orders, Report, SourceOutcome, migrate};
 use vmferry::{DestinationConfig, SourceConfig};
@@ -172,8 +173,8 @@ impl Side {
     ) -> anyhow::Result<Sent> {
         let dialer = Dialer::new(address.parse()?, Some(Arc::clone(&self.identity)));
         let mut config = SourceConfig::new(self.directory.join("source"));
-        config.channels = channels;
-        config.max_bandwidth = cap;
+        config.channels = ChannelCount::new(channels)?;
+        config.max_bandwidth = cap.map(BandwidthCap::new).transpose()?;
         // Transports are compared. The search for compressible pages would cost all of them the
         // same time.
         config.compression =

@@ -9,8 +9,11 @@ use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use vmferry::SourceConfig;
-use vmferry::config::WhenStuck;
 use vmferry::config::compression::{CompressionWay, WhenBusy};
+use vmferry::config::{
+    BandwidthCap, ChannelCount, ConfigError, ProtocolVersions, RoundLimit, ThrottleLimit,
+    WhenStuck, WorkerCount,
+};
 use vmferry::source::Change;
 use vmferry_transport::{Address, Dialer, IdentityFiles, TlsIdentity, TransportError};
 
@@ -94,19 +97,19 @@ impl Default for MigrateRequest {
             to: String::new(),
             tls: None,
             addresses: Vec::new(),
-            channels: config.channels,
+            channels: config.channels.get(),
             downtime_limit: config.downtime_limit,
             downtime_abort: config.downtime_abort,
-            max_bandwidth: config.max_bandwidth,
-            max_rounds: config.max_rounds,
+            max_bandwidth: config.max_bandwidth.map(BandwidthCap::get),
+            max_rounds: config.max_rounds.get(),
             reconnect_timeout: config.timeouts.reconnect,
             timeout: config.timeout,
             when_stuck: config.when_stuck,
             pause_before_switchover: config.pause_before_switchover,
-            throttle: config.throttle,
+            throttle: config.throttle.get(),
             compress: config.compression.way,
             when_busy: config.compression.when_busy,
-            workers: config.compression.workers,
+            workers: config.compression.workers.map(WorkerCount::get),
             delta_memory: config.compression.delta_memory,
             free_page_hints: config.free_page_hints,
             verify: config.verify,
@@ -118,29 +121,31 @@ impl Default for MigrateRequest {
 
 impl MigrateRequest {
     /// The engine's configuration, with a new session.
-    #[must_use]
-    pub fn source_config(&self, journal_directory: PathBuf) -> SourceConfig {
+    ///
+    /// # Errors
+    /// The first option that is out of its range.
+    pub fn source_config(&self, journal_directory: PathBuf) -> Result<SourceConfig, ConfigError> {
         let mut config = SourceConfig::new(journal_directory);
-        config.channels = self.channels;
+        config.channels = ChannelCount::new(self.channels)?;
+        config.max_bandwidth = self.max_bandwidth.map(BandwidthCap::new).transpose()?;
+        config.throttle = ThrottleLimit::new(self.throttle)?;
+        config.compression.workers = self.workers.map(WorkerCount::new).transpose()?;
+        config.max_rounds = RoundLimit::new(self.max_rounds)?;
+        if let Some(version) = self.protocol {
+            config.protocol = ProtocolVersions::new(version..=version)?;
+        }
         config.downtime_limit = self.downtime_limit;
         config.downtime_abort = self.downtime_abort;
-        config.max_bandwidth = self.max_bandwidth;
-        config.max_rounds = self.max_rounds;
         config.timeouts.reconnect = self.reconnect_timeout;
         config.timeout = self.timeout;
         config.when_stuck = self.when_stuck;
         config.pause_before_switchover = self.pause_before_switchover;
-        config.throttle = self.throttle;
         config.compression.way = self.compress;
         config.compression.when_busy = self.when_busy;
-        config.compression.workers = self.workers;
         config.compression.delta_memory = self.delta_memory;
         config.free_page_hints = self.free_page_hints;
         config.verify = self.verify;
-        if let Some(version) = self.protocol {
-            config.protocol = version..=version;
-        }
-        config
+        Ok(config)
     }
 }
 
@@ -208,14 +213,17 @@ fn present<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Option<u64>>, D:
     Option::deserialize(from).map(Some)
 }
 
-impl From<ChangeRequest> for Change {
-    fn from(request: ChangeRequest) -> Self {
-        Self {
-            max_bandwidth: request.max_bandwidth,
+impl TryFrom<ChangeRequest> for Change {
+    type Error = ConfigError;
+
+    fn try_from(request: ChangeRequest) -> Result<Self, ConfigError> {
+        let capped = |cap: Option<u64>| cap.map(BandwidthCap::new).transpose();
+        Ok(Self {
+            max_bandwidth: request.max_bandwidth.map(capped).transpose()?,
             downtime_limit: request.downtime_limit,
-            max_rounds: request.max_rounds,
-            throttle: request.throttle,
-        }
+            max_rounds: request.max_rounds.map(RoundLimit::new).transpose()?,
+            throttle: request.throttle.map(ThrottleLimit::new).transpose()?,
+        })
     }
 }
 

@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 use vmferry::SourceConfig;
+use vmferry::config::BandwidthCap;
 use vmferry_wire::SessionId;
 
 /// The event.
@@ -47,13 +48,13 @@ impl Started {
             limits: StartedLimits {
                 downtime_limit_ms: config.downtime_limit.as_secs_f64() * 1e3,
                 downtime_abort_ms: config.downtime_abort().map(|time| time.as_secs_f64() * 1e3),
-                max_bandwidth: config.max_bandwidth,
-                max_rounds: config.max_rounds,
-                throttle: config.throttle,
+                max_bandwidth: config.max_bandwidth.map(BandwidthCap::get),
+                max_rounds: config.max_rounds.get(),
+                throttle: config.throttle.get(),
                 timeout_ms: config.timeout.map(|time| time.as_secs_f64() * 1e3),
             },
             compression: config.compression.way.to_string(),
-            channels: config.channels,
+            channels: config.channels.get(),
         }
     }
 }

@@ -16,6 +16,7 @@ use counting::{allocations, of_all_threads};
 use parking_lot::Mutex;
 use support::content::{content, let_work_between_rounds, mixed_guest};
 use support::{DestinationGuest, Guest, PAGES, Scenario, address, owned, test_all};
+use vmferry::config::RoundLimit;
 use vmferry::data::destination::place::{FrameReader, PlacedCounters, Placer, is_placed_at_once};
 use vmferry::data::source::page_encoder::PageEncoder;
 use vmferry::data::source::plan::{LanePlan, Planned, RoundOrder};
@@ -169,7 +170,7 @@ fn engine_allocates_almost_nothing_per_page() {
             let mut scenario = Scenario::new();
             scenario.source.compression.way = way.parse().unwrap();
             scenario.source.downtime_limit = Duration::from_millis(5);
-            scenario.source.max_rounds = 9;
+            scenario.source.max_rounds = RoundLimit::new(9).unwrap();
             let vm = mixed_guest(PAGES);
             let guest = vm.guest.clone();
             let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |report| {

@@ -149,8 +149,9 @@ impl GuestService {
         let mut dialer = dialer(request, replies)?;
         let (messages, received) = std::sync::mpsc::channel();
         dialer.recorder = recorder(request, messages)?;
-        let config = request.source_config(self.journal_directory.clone());
-        config.check().map_err(|error| bad_request(&error))?;
+        let config = request
+            .source_config(self.journal_directory.clone())
+            .map_err(|error| bad_request(&error))?;
         let orders = self.begin()?;
         let started = {
             let machine = self.machine.lock();
@@ -262,7 +263,8 @@ impl GuestService {
     }
 
     fn change(&self, request: ChangeRequest) -> Result<Answer, ControlError> {
-        self.under_way()?.change(request.into()).map_err(|error| bad_request(&error))?;
+        let orders = self.under_way()?;
+        orders.change(request.try_into().map_err(|error| bad_request(&error))?);
         Ok(json!(request).into())
     }
 

@@ -110,7 +110,7 @@ impl SourceHost {
                     journal: Some(journal),
                     control: Some(control),
                     session: host.config.session,
-                    channels: host.config.channels,
+                    channels: host.config.channels.get(),
                     sabotage,
                 }));
             }
@@ -207,7 +207,7 @@ impl SourceHost {
             journal,
             control: None,
             session: self.config.session,
-            channels: self.config.channels,
+            channels: self.config.channels.get(),
             sabotage: self.sabotage,
         });
         process.recover(&self.guest);

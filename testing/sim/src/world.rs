@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use vmferry::config::WhenStuck;
+use vmferry::config::{ChannelCount, RoundLimit, WhenStuck};
 use vmferry::machine::{destination, source};
 use vmferry::{SourceConfig, Timeouts};
 use vmferry_handover::DestinationState;
@@ -86,11 +86,11 @@ impl World {
         let session = SessionId(*b"a simulated one!");
         let mut config = SourceConfig::new("simulated".into());
         config.session = session;
-        config.channels = plan.lanes;
+        config.channels = ChannelCount::new(plan.lanes).expect("plans are in range");
         config.verify = plan.verify;
         // Never reached, so that every schedule of a kind has the same rounds.
         config.downtime_limit = Duration::from_nanos(1);
-        config.max_rounds = plan.rounds;
+        config.max_rounds = RoundLimit::new(plan.rounds).expect("plans are in range");
         config.when_stuck = WhenStuck::SwitchOver;
         config.timeouts = Timeouts {
             verify: Duration::from_secs(60),

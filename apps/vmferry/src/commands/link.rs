@@ -1,20 +1,12 @@
 //! The link to the other host as the options describe it: its address, the certificates, the
 //! protocol versions and the recording.
 
-use std::ops::RangeInclusive;
-
-use vmferry::config::PROTOCOL_VERSIONS;
 use vmferry_control::TlsFiles;
 use vmferry_transport::{Address, Dialer, IdentityFiles, Recorder, RecordingSide};
 
 use crate::args::{RecordOptions, SendOptions, TlsOptions};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
-
-/// The protocol versions to offer: all, or the one that the option names.
-pub fn protocol(option: Option<u16>) -> RangeInclusive<u16> {
-    option.map_or(PROTOCOL_VERSIONS, |version| version..=version)
-}
 
 /// The recorder for `--record`, if it is given.
 pub fn recorder(

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use serde_json::json;
 use vmferry::DestinationConfig;
 use vmferry::config::policy::Policy;
+use vmferry::config::{ProtocolVersions, WorkerCount};
 use vmferry::destination::{Notice, Report};
 use vmferry_sandbox::Restrictions;
 use vmferry_transport::{Address, Listener, RecordingSide};
 
-use super::link::{address, protocol, recorder, tls_files};
+use super::link::{address, recorder, tls_files};
 use crate::args::ReceiveOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -32,8 +33,11 @@ pub fn config(
 ) -> Result<DestinationConfig, Failure> {
     let mut config = DestinationConfig::new(journals);
     config.once = options.once;
-    config.workers = options.workers;
-    config.protocol = protocol(options.protocol);
+    let wrong = |error| Failure::of(Code::Usage, error);
+    config.workers = options.workers.map(WorkerCount::new).transpose().map_err(wrong)?;
+    if let Some(version) = options.protocol {
+        config.protocol = ProtocolVersions::new(version..=version).map_err(wrong)?;
+    }
     config.host = super::doctor::this_host();
     if let Some(path) = &options.policy {
         let policy = Policy::load(path).map_err(|error| Failure::of(Code::Usage, error))?;

@@ -6,6 +6,8 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use vmferry_codec::{Compressors, Method, MethodError};
 
+use super::WorkerCount;
+
 /// Pages per frame. 256 KiB keeps a frame within a core's second-level cache on both sides, and the
 /// 48-byte header is negligible next to it.
 pub const FRAME_PAGES: usize = 64;
@@ -92,7 +94,7 @@ pub struct CompressionConfig {
     /// Used with a fixed method only. Default raw.
     pub when_busy: WhenBusy,
     /// Threads that read and encode. By default one for each processor, at most 64.
-    pub workers: Option<u8>,
+    pub workers: Option<WorkerCount>,
     /// Upper limit in bytes for the source's copies of pages that are written repeatedly; 0
     /// disables deltas. Default 256 MiB. The memory is allocated as such pages occur.
     pub delta_memory: u64,
@@ -120,9 +122,9 @@ impl Default for CompressionConfig {
 }
 
 /// The thread count for `workers`, or its default if it is not set.
-pub(crate) fn worker_threads(workers: Option<u8>) -> usize {
+pub(crate) fn worker_threads(workers: Option<WorkerCount>) -> usize {
     let processors = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    workers.map_or_else(|| processors().min(MOST_WORKERS.into()), usize::from)
+    workers.map_or_else(|| processors().min(MOST_WORKERS.into()), |count| count.get().into())
 }
 
 /// The most worker threads on one side.

@@ -1,23 +1,26 @@
 //! The user's settings.
 
 pub mod compression;
+mod destination;
 mod limits;
 pub mod policy;
+mod source;
+mod values;
 
+pub use self::destination::DestinationConfig;
 pub use self::limits::{Limits, WhenStuck};
+pub use self::source::SourceConfig;
+pub use self::values::{
+    BandwidthCap, ChannelCount, ConfigError, PROTOCOL_VERSIONS, ProtocolVersions, RoundLimit,
+    ThrottleLimit, WorkerCount,
+};
 
-use std::ops::RangeInclusive;
-use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
-use vmferry_codec::Decompressors;
 use vmferry_memory::PAGE_SIZE;
-use vmferry_wire::{AlgorithmSet, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, SessionId};
+use vmferry_wire::SessionId;
 
-use self::compression::{CompressionConfig, FRAME_PAGES, MOST_WORKERS};
-use self::policy::Admission;
-use crate::probe::host::HostFacts;
+use self::compression::FRAME_PAGES;
 
 /// Consecutive pages of one slot that share a lane: 2 MiB, so that a huge page is read, written and
 /// populated by one thread.
@@ -42,15 +45,6 @@ const LEAST_WINDOW_FRAMES: usize = 4;
 
 /// The fastest link that the window is sized for, in bytes per second: 40 Gbit/s.
 const FASTEST_LINK: f64 = 5e9;
-
-/// A migration is aborted when its pause exceeds this multiple of the downtime limit, unless the
-/// user sets another bound. Whatever made the prediction wrong by that factor is likely to persist,
-/// so the guest is better off at the source.
-const DOWNTIME_ABORT_FACTOR: u32 = 10;
-
-/// A pause shorter than this does not abort the migration unless the user says so. A briefly busy
-/// host adds as much, and an aborted migration costs the guest another pause.
-const LEAST_DOWNTIME_ABORT: Duration = Duration::from_secs(5);
 
 /// The engine's timeouts. Every wait in the engine is bounded by one of them.
 #[derive(Clone, Copy, Debug)]
@@ -95,270 +89,6 @@ impl Default for Timeouts {
     }
 }
 
-/// A setting that is out of its range or does not apply.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ConfigError {
-    /// The number of data channels is out of range.
-    #[error("{0} channels: choose 1 to 16")]
-    Channels(u8),
-    /// The bandwidth cap is too low for any migration to finish.
-    #[error("a bandwidth cap of {0} bytes/s is below 64 KiB/s")]
-    Bandwidth(u64),
-    /// The throttle would stop the vCPUs completely.
-    #[error("a throttle of {0} %: choose 0 to 99")]
-    Throttle(u8),
-    /// The number of worker threads is out of range.
-    #[error("{0} workers: choose 1 to {MOST_WORKERS}")]
-    Workers(u8),
-    /// The number of rounds is zero.
-    #[error("at least one round is needed")]
-    Rounds,
-    /// `pause_before_switchover` is set for a carried guest, whose VMM decides itself when to stop
-    /// it.
-    #[error(
-        "a guest that its VMM streams can't be held short of the switchover, as the VMM decides \
-         when to stop it: do not ask for that, or attach to it"
-    )]
-    NothingToHold,
-    /// The range contains protocol versions that this release does not speak.
-    #[error(
-        "protocol versions {oldest} to {newest}: this release speaks {PROTOCOL_VERSION_MIN} to \
-         {PROTOCOL_VERSION_MAX}"
-    )]
-    Protocol {
-        /// The oldest version requested.
-        oldest: u16,
-        /// The newest version requested.
-        newest: u16,
-    },
-    /// `verify` is set for a carried guest, whose VMM does not expose its memory.
-    #[error(
-        "the memory of a guest that its VMM streams can't be hashed, so there is nothing to \
-         verify: do not ask for that; every byte of the streams is compared in any case"
-    )]
-    NothingToVerify,
-}
-
-/// Settings of the source.
-///
-/// ```
-/// use std::time::Duration;
-///
-/// use vmferry::SourceConfig;
-///
-/// let mut config = SourceConfig::new("/var/lib/firebird/journals".into());
-/// config.downtime_limit = Duration::from_millis(50);
-/// config.max_bandwidth = Some(500 << 20);
-/// config.check()?;
-/// config.channels = 17;
-/// assert_eq!(config.check().unwrap_err().to_string(), "17 channels: choose 1 to 16");
-/// # Ok::<(), vmferry::config::ConfigError>(())
-/// ```
-#[derive(Clone, Debug)]
-pub struct SourceConfig {
-    /// The session ID: random by default, and used once.
-    pub session: SessionId,
-    /// Data channels, 1 to 16. Default 2.
-    pub channels: u8,
-    /// Longest accepted downtime. Default 300 ms.
-    pub downtime_limit: Duration,
-    /// How long the guest may be paused before COMMIT, whatever was predicted. After that the
-    /// migration is aborted and the guest runs on. Default none: see
-    /// [`downtime_abort`](Self::downtime_abort).
-    pub downtime_abort: Option<Duration>,
-    /// Cap over all data channels in bytes per second. It applies to the paused round too. Default
-    /// none.
-    pub max_bandwidth: Option<u64>,
-    /// The most rounds with the guest running. Default 30.
-    pub max_rounds: u32,
-    /// The longest time with the guest running. Default none.
-    pub timeout: Option<Duration>,
-    /// What to do when the rounds or the time are used up. Default refuse.
-    pub when_stuck: WhenStuck,
-    /// Hold the migration when the remaining pages fit the downtime limit. The guest runs and its
-    /// writes are still sent until
-    /// [`Orders::switch_over`](crate::source::Orders::switch_over). Default off.
-    pub pause_before_switchover: bool,
-    /// Percentage of CPU time that the vCPUs may lose when a round does not make the next one
-    /// shorter, at most 99. Default 0: never throttle.
-    pub throttle: u8,
-    /// How pages are compressed.
-    pub compression: CompressionConfig,
-    /// Request free-page hints from a guest that supports them, and skip the hinted pages. Default
-    /// on.
-    pub free_page_hints: bool,
-    /// Hash the whole memory of the paused guest on both sides and compare before COMMIT. Default
-    /// off.
-    pub verify: bool,
-    /// Protocol versions that this side speaks. Default: all that this release knows.
-    pub protocol: RangeInclusive<u16>,
-    /// Directory of the journals.
-    pub journal_directory: PathBuf,
-    /// A unique name of the guest's VMM process, if that process outlives this one. The journal
-    /// then refers to the guest in that process. Default none.
-    pub process: Option<String>,
-    /// The timeouts.
-    pub timeouts: Timeouts,
-}
-
-impl SourceConfig {
-    /// The default settings, with a new session ID.
-    #[must_use]
-    pub fn new(journal_directory: PathBuf) -> Self {
-        Self {
-            session: new_session(),
-            channels: 2,
-            downtime_limit: Duration::from_millis(300),
-            downtime_abort: None,
-            max_bandwidth: None,
-            max_rounds: 30,
-            timeout: None,
-            when_stuck: WhenStuck::Refuse,
-            pause_before_switchover: false,
-            throttle: 0,
-            compression: CompressionConfig::default(),
-            free_page_hints: true,
-            verify: false,
-            protocol: PROTOCOL_VERSIONS,
-            journal_directory,
-            process: None,
-            timeouts: Timeouts::default(),
-        }
-    }
-
-    /// Checks the ranges.
-    ///
-    /// # Errors
-    /// The first setting that is out of its range.
-    pub fn check(&self) -> Result<(), ConfigError> {
-        if !(1..=16).contains(&self.channels) {
-            return Err(ConfigError::Channels(self.channels));
-        }
-        check_bandwidth(self.max_bandwidth)?;
-        check_throttle(self.throttle)?;
-        check_workers(self.compression.workers)?;
-        check_rounds(self.max_rounds)?;
-        check_protocol(&self.protocol)
-    }
-
-    /// How long the guest may be paused before COMMIT: the chosen bound, but no less than the
-    /// downtime limit. If none was chosen: ten times that limit, and at least 5 s, or no bound if
-    /// the migration is to switch over at any cost.
-    #[must_use]
-    pub fn downtime_abort(&self) -> Option<Duration> {
-        let usual = || {
-            (self.when_stuck == WhenStuck::Refuse).then(|| {
-                LEAST_DOWNTIME_ABORT.max(self.downtime_limit.saturating_mul(DOWNTIME_ABORT_FACTOR))
-            })
-        };
-        self.downtime_abort.or_else(usual).map(|bound| bound.max(self.downtime_limit))
-    }
-
-    pub(crate) fn limits(&self) -> Limits {
-        Limits {
-            downtime: self.downtime_limit,
-            rounds: self.max_rounds,
-            time: self.timeout,
-            when_stuck: self.when_stuck,
-        }
-    }
-}
-
-pub(crate) fn check_bandwidth(cap: Option<u64>) -> Result<(), ConfigError> {
-    match cap {
-        Some(cap) if cap < 64 << 10 => Err(ConfigError::Bandwidth(cap)),
-        _ => Ok(()),
-    }
-}
-
-pub(crate) fn check_throttle(percent: u8) -> Result<(), ConfigError> {
-    if percent > 99 { Err(ConfigError::Throttle(percent)) } else { Ok(()) }
-}
-
-pub(crate) fn check_rounds(rounds: u32) -> Result<(), ConfigError> {
-    if rounds == 0 { Err(ConfigError::Rounds) } else { Ok(()) }
-}
-
-/// All protocol versions that this release speaks.
-pub const PROTOCOL_VERSIONS: RangeInclusive<u16> = PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION_MAX;
-
-fn check_protocol(versions: &RangeInclusive<u16>) -> Result<(), ConfigError> {
-    let (oldest, newest) = (*versions.start(), *versions.end());
-    let known = |version| PROTOCOL_VERSIONS.contains(&version);
-    if oldest <= newest && known(oldest) && known(newest) {
-        Ok(())
-    } else {
-        Err(ConfigError::Protocol { oldest, newest })
-    }
-}
-
-fn check_workers(workers: Option<u8>) -> Result<(), ConfigError> {
-    match workers {
-        Some(workers) if !(1..=MOST_WORKERS).contains(&workers) => {
-            Err(ConfigError::Workers(workers))
-        }
-        _ => Ok(()),
-    }
-}
-
-/// Settings of the destination.
-#[derive(Clone, Debug)]
-pub struct DestinationConfig {
-    /// Directory of the journals.
-    pub journal_directory: PathBuf,
-    /// Return after the first failed attempt instead of listening on. Default off.
-    pub once: bool,
-    /// Threads that decode and place. By default one for each processor, at most 64. 0 is treated
-    /// as 1.
-    pub workers: Option<u8>,
-    /// Which source may send which guest here. Default none: every authenticated source may send
-    /// any guest, and so may every peer that connects over `tcp:` or `unix:`.
-    pub policy: Option<Arc<dyn Admission>>,
-    /// From a connection to the end of its greeting, including TLS. Default 10 s.
-    pub greeting_timeout: Duration,
-    /// Creates each worker's decompressors. Default: those that a worker keeps. Benchmarks compare
-    /// them with others.
-    #[doc(hidden)]
-    pub decompressors: fn() -> Decompressors,
-    /// What a source may compress with. A source of protocol version 1 is not told. Default all
-    /// that this release knows.
-    pub algorithms: AlgorithmSet,
-    /// Protocol versions that this side speaks. Default: all that this release knows.
-    pub protocol: RangeInclusive<u16>,
-    /// The timeouts.
-    pub timeouts: Timeouts,
-    /// What an admitted source learns about this host from a [probe](crate::probe). Default
-    /// nothing.
-    pub host: HostFacts,
-}
-
-impl DestinationConfig {
-    /// The default settings.
-    #[must_use]
-    pub fn new(journal_directory: PathBuf) -> Self {
-        Self {
-            journal_directory,
-            once: false,
-            workers: None,
-            policy: None,
-            greeting_timeout: Duration::from_secs(10),
-            decompressors: Decompressors::default,
-            algorithms: AlgorithmSet::ALL,
-            protocol: PROTOCOL_VERSIONS,
-            timeouts: Timeouts { reconnect: Duration::from_secs(600), ..Timeouts::default() },
-            host: HostFacts::default(),
-        }
-    }
-
-    /// Checks the ranges.
-    ///
-    /// # Errors
-    /// The first setting that is out of its range.
-    pub fn check(&self) -> Result<(), ConfigError> {
-        check_protocol(&self.protocol)
-    }
-}
-
 /// The window of one lane in frames, for this number of lanes and workers: what the fastest link
 /// carries in two round trips.
 pub(crate) fn window_frames(lanes: u8, workers: usize, round_trip: Duration) -> usize {
@@ -385,21 +115,6 @@ pub fn new_session() -> SessionId {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn downtime_abort_defaults_to_a_multiple_of_the_limit() {
-        let second = Duration::from_secs(1);
-        let mut config = SourceConfig::new("unused".into());
-        assert_eq!(config.downtime_abort(), Some(second * 5));
-        config.downtime_limit = second * 2;
-        assert_eq!(config.downtime_abort(), Some(second * 20));
-        config.when_stuck = WhenStuck::SwitchOver;
-        assert_eq!(config.downtime_abort(), None);
-        config.downtime_abort = Some(second * 3);
-        assert_eq!(config.downtime_abort(), Some(second * 3));
-        config.downtime_limit = second * 4;
-        assert_eq!(config.downtime_abort(), Some(second * 4));
-    }
 
     #[test]
     fn window_size_follows_the_link() {

@@ -90,7 +90,7 @@ impl Source {
             vmm: guest.vmm,
             config: guest.config,
             layout: guest.layout,
-            lanes: common.config.channels,
+            lanes: common.config.channels.get(),
             verify: common.config.verify,
             reconnect_ms: reconnect.try_into().unwrap_or(u32::MAX),
             release,

@@ -18,6 +18,7 @@ use crate::support::{DestinationGuest, Scenario, kept, nothing, test_all};
 use vmferry::ErrorClass;
 use vmferry::chain;
 use vmferry::config::compression::CompressionWay;
+use vmferry::config::{ChannelCount, WorkerCount};
 use vmferry_codec::apply_delta;
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, page_hash};
 use vmferry_wire::{Encoding, Run};
@@ -133,11 +134,11 @@ fn run(case: &Case) {
 /// The errors of source and destination, and the modification made.
 fn attempt(case: &Case) -> (String, String, Done) {
     let mut scenario = Scenario::new();
-    scenario.source.channels = case.channels;
+    scenario.source.channels = ChannelCount::new(case.channels).unwrap();
     scenario.source.compression.way = case.way.parse().unwrap();
     // With more workers two versions of a page could be placed at once, and a replay would only be
     // detected by chance.
-    scenario.destination.workers = Some(1);
+    scenario.destination.workers = Some(WorkerCount::new(1).unwrap());
     if case.class == ErrorClass::LinkLost {
         // A reestablished channel would send the frame again.
         scenario.source.timeouts.reconnect = std::time::Duration::ZERO;

@@ -6,6 +6,7 @@ use crate::support::content::{guest_of, text};
 use crate::support::logs::LateLog;
 use crate::support::{DestinationGuest, PAGES, Scenario, SourceGuest, address, kept, owned};
 use vmferry::SourceVm;
+use vmferry::config::RoundLimit;
 use vmferry::source::SourceOutcome;
 use vmferry::stats::SourceStats;
 use vmferry::vmm::free_pages::{FreePageHints, FreePages, Look};
@@ -112,7 +113,7 @@ fn content(memory: &GuestMemory, page: u64) -> Vec<u8> {
 fn scenario() -> Scenario {
     let mut scenario = Scenario::new();
     scenario.source.downtime_limit = std::time::Duration::ZERO;
-    scenario.source.max_rounds = 3;
+    scenario.source.max_rounds = RoundLimit::new(3).unwrap();
     scenario
 }
 

@@ -9,8 +9,8 @@ use crate::support::{
 };
 use vmferry::ErrorClass;
 use vmferry::MigrateError;
-use vmferry::config::WhenStuck;
 use vmferry::config::compression::CompressionWay;
+use vmferry::config::{BandwidthCap, ChannelCount, ProtocolVersions, RoundLimit, WhenStuck};
 use vmferry::source::{Report, SourceOutcome};
 use vmferry_handover::journal::{Record, Side, Verdict};
 use vmferry_net_lab::{DESTINATION_ADDRESS, Direction, Namespaces};
@@ -20,7 +20,7 @@ use vmferry_transport::Address;
 fn writing_guest_arrives_intact_and_runs_on() {
     for (channels, hot) in [(1, 300), (2, 4096), (4, 1000), (16, 3000)] {
         let mut scenario = Scenario::new();
-        scenario.source.channels = channels;
+        scenario.source.channels = ChannelCount::new(channels).unwrap();
         let vm = running_guest(hot);
         vm.guest.wait_for_work();
         let guest = vm.guest.clone();
@@ -98,10 +98,10 @@ fn slow_pause_and_save_do_not_count_as_silence() {
 #[test]
 fn slow_data_over_many_channels_does_not_count_as_a_stall() {
     let mut scenario = Scenario::new();
-    scenario.source.channels = 16;
-    scenario.source.max_bandwidth = Some(256 << 10);
+    scenario.source.channels = ChannelCount::new(16).unwrap();
+    scenario.source.max_bandwidth = Some(BandwidthCap::new(256 << 10).unwrap());
     scenario.source.compression.way = CompressionWay::Off;
-    scenario.source.max_rounds = 1;
+    scenario.source.max_rounds = RoundLimit::new(1).unwrap();
     for timeouts in [&mut scenario.source.timeouts, &mut scenario.destination.timeouts] {
         timeouts.stall = Duration::from_secs(6);
     }
@@ -121,7 +121,7 @@ fn pause_is_given_up_when_the_link_slows_down_at_the_switchover() {
     scenario.source.compression.way = CompressionWay::Off;
     scenario.source.downtime_limit = Duration::from_secs(2);
     scenario.source.when_stuck = WhenStuck::Refuse;
-    scenario.source.max_rounds = 1000;
+    scenario.source.max_rounds = RoundLimit::new(1000).unwrap();
     scenario.source.verify = false;
     scenario.source.downtime_abort = Some(Duration::from_secs(3));
     let (outcome, received) =
@@ -170,7 +170,7 @@ fn guest_canceled_in_any_phase_stays_and_can_be_migrated_again() {
         if number == moments.len() - 1 {
             // In this version memory is compared after READY; in later ones COMMIT follows READY at
             // once.
-            scenario.destination.protocol = 1..=1;
+            scenario.destination.protocol = ProtocolVersions::new(1..=1).unwrap();
         }
         let orders = scenario.orders.clone();
         let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |report| {
@@ -257,9 +257,9 @@ fn failed_state_load_leaves_the_guest_at_the_source() {
 fn guest_that_writes_too_fast_is_given_up_with_advice() {
     let mut scenario = Scenario::new();
     scenario.source.when_stuck = vmferry::config::WhenStuck::Refuse;
-    scenario.source.max_bandwidth = Some(4 << 20);
+    scenario.source.max_bandwidth = Some(BandwidthCap::new(4 << 20).unwrap());
     scenario.source.downtime_limit = std::time::Duration::from_millis(20);
-    scenario.source.max_rounds = 2;
+    scenario.source.max_rounds = RoundLimit::new(2).unwrap();
     scenario.source.compression.way = vmferry::config::compression::CompressionWay::Off;
     let (outcome, received) =
         scenario.run(running_guest(2000), DestinationGuest::default(), |_| {});

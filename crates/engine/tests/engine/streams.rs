@@ -8,9 +8,9 @@ use crate::support::cutter::{Channels, Cut, Cutter};
 use crate::support::streamer::{Plan, Streamer};
 use crate::support::taker::Taker;
 use crate::support::{Scenario, kept, nothing, owned};
-use vmferry::config::ConfigError;
 use vmferry::config::WhenStuck;
 use vmferry::config::compression::CompressionWay;
+use vmferry::config::{BandwidthCap, ConfigError, RoundLimit};
 use vmferry::destination::Received;
 use vmferry::source::{Report, SourceOutcome};
 use vmferry::stats::SourceStats;
@@ -100,7 +100,7 @@ fn streams_without_recognized_pages_arrive_as_bytes() {
 fn streams_survive_a_broken_link() {
     for channels in [Channels::All, Channels::Control, Channels::Lane(0)] {
         let mut scenario = scenario();
-        scenario.source.max_bandwidth = Some(8 << 20);
+        scenario.source.max_bandwidth = Some(BandwidthCap::new(8 << 20).unwrap());
         scenario.source.compression.way = CompressionWay::Delta;
         let path = scenario.directory.path().join("link.sock");
         let cutter = Cutter::start(path, &scenario.listen_at, Vec::new());
@@ -121,7 +121,7 @@ fn paused_carried_guest_runs_on_when_the_link_is_lost() {
     for channels in [Channels::All, Channels::Control, Channels::Lane(0)] {
         let mut scenario = scenario();
         // The remaining data takes a while.
-        scenario.source.max_bandwidth = Some(4 << 20);
+        scenario.source.max_bandwidth = Some(BandwidthCap::new(4 << 20).unwrap());
         scenario.source.compression.way = CompressionWay::Off;
         let path = scenario.directory.path().join("link.sock");
         let cutter = Cutter::start(path, &scenario.listen_at, Vec::new());
@@ -254,9 +254,9 @@ fn carried_guest_that_does_not_converge_is_ended_or_forced() {
     let plan = || Plan { until: Arc::new(AtomicBool::new(false)), hot: 1000, ..Plan::default() };
     let slow = || {
         let mut scenario = scenario();
-        scenario.source.max_bandwidth = Some(20 << 20);
+        scenario.source.max_bandwidth = Some(BandwidthCap::new(20 << 20).unwrap());
         scenario.source.downtime_limit = Duration::from_millis(20);
-        scenario.source.max_rounds = 3;
+        scenario.source.max_rounds = RoundLimit::new(3).unwrap();
         scenario.source.compression.way = CompressionWay::Off;
         scenario
     };

@@ -1,6 +1,7 @@
 //! `--verify`: both paused memories are compared as they were placed.
 
 use vmferry::Compared;
+use vmferry::config::ProtocolVersions;
 use vmferry::source::SourceOutcome;
 use vmferry::{ErrorClass, MigrateError};
 
@@ -40,7 +41,7 @@ fn verify_detects_a_lost_page_before_the_load() {
 #[test]
 fn verify_in_version_1_compares_after_the_load_and_says_so() {
     let mut scenario = Scenario::new();
-    scenario.destination.protocol = 1..=1;
+    scenario.destination.protocol = ProtocolVersions::new(1..=1).unwrap();
     let (outcome, received) = scenario.run(running_guest(PAGES / 16), writer(), |_| {});
     let (vm, error) = kept(outcome);
     assert!(error.to_string().contains("compares after that: upgrade vmferry there"), "{error}");

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use vmferry::SourceConfig;
+use vmferry::config::RoundLimit;
 use vmferry_dirty::LogChoice;
 use vmferry_memory::{MemoryKind, PAGE_SIZE};
 use vmferry_microvm::SharedMachine;
@@ -62,7 +63,7 @@ fn comparison_detects_a_used_page_that_did_not_arrive() {
 /// Never converges, so that there are several rounds, each with hints.
 fn many_rounds(config: &mut SourceConfig) {
     config.downtime_limit = Duration::ZERO;
-    config.max_rounds = 5;
+    config.max_rounds = RoundLimit::new(5).unwrap();
     config.when_stuck = vmferry::config::WhenStuck::SwitchOver;
 }
 

@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
-use vmferry::config::WhenStuck;
+use vmferry::config::{BandwidthCap, RoundLimit, WhenStuck};
 use vmferry::source::SourceOutcome;
 use vmferry::{ErrorClass, SourceConfig};
 use vmferry_dirty::LogChoice;
@@ -201,9 +201,9 @@ fn hints_without_migration(kind: &Kind) {
 /// Several rounds, with a first round that is long enough for the story.
 fn slow(config: &mut SourceConfig) {
     config.downtime_limit = Duration::ZERO;
-    config.max_rounds = 5;
+    config.max_rounds = RoundLimit::new(5).unwrap();
     config.when_stuck = WhenStuck::SwitchOver;
-    config.max_bandwidth = Some(48 * MIB);
+    config.max_bandwidth = Some(BandwidthCap::new(48 * MIB).unwrap());
 }
 
 /// Migrates there and back.
@@ -259,7 +259,7 @@ fn stays(kind: &Kind) {
         LOG,
         MEMORY,
         Damage::None,
-        |config| config.max_bandwidth = Some(MIB),
+        |config| config.max_bandwidth = Some(BandwidthCap::new(MIB).unwrap()),
         |orders| {
             wait_for_story(&machine, kind, &before);
             orders.cancel();

@@ -10,8 +10,8 @@ use std::time::Duration;
 use crate::support::{hop, hop_with, migrate_between, migrate_with};
 use vmferry::ErrorClass;
 use vmferry::SourceConfig;
-use vmferry::config::WhenStuck;
 use vmferry::config::compression::CompressionWay;
+use vmferry::config::{BandwidthCap, RoundLimit, ThrottleLimit, WhenStuck};
 use vmferry_qemu::QemuSource;
 use vmferry_qemu_lab::{Machine, Qemu, Said, SlowDisk, Version, World};
 
@@ -61,7 +61,7 @@ fn direct_io_of_a_disk_loses_no_data() {
             // Many rounds, each with a harvest that could miss data.
             let stats = hop_with(&world, number, &here, &there, |config| {
                 config.downtime_limit = Duration::from_millis(17);
-                config.max_rounds = 12;
+                config.max_rounds = RoundLimit::new(12).unwrap();
             });
             println!("{way}: {:.1} ms of pauses for harvests", stats.harvest_pauses_ms);
             assert_eq!(stats.harvest_pauses_ms > 0.0, !way.contains("writeback"), "{way}");
@@ -152,7 +152,7 @@ fn pages_the_guest_returned_are_zero_at_the_destination() {
             let mut there = machine.incoming(&world, &format!("qemu-{number}"));
             // Memory is returned during the migration.
             let stats = hop_with(&world, number, &here, &there, |config| {
-                config.max_bandwidth = Some(20 << 20);
+                config.max_bandwidth = Some(BandwidthCap::new(20 << 20).unwrap());
                 config.compression.way = CompressionWay::Off;
             });
             assert_eq!(stats.verify_match, Some(true));
@@ -193,10 +193,10 @@ fn throttle_moves_a_guest_that_outruns_its_link() {
     drop(source);
     assert!(!is_there(), "a control group is left");
     let slow = |config: &mut SourceConfig| {
-        config.max_bandwidth = Some(80 << 20);
+        config.max_bandwidth = Some(BandwidthCap::new(80 << 20).unwrap());
         config.compression.way = CompressionWay::Off;
         config.downtime_limit = Duration::from_millis(100);
-        config.max_rounds = 12;
+        config.max_rounds = RoundLimit::new(12).unwrap();
         config.when_stuck = WhenStuck::Refuse;
     };
     let there = machine.incoming(&world, "kept");
@@ -207,7 +207,7 @@ fn throttle_moves_a_guest_that_outruns_its_link() {
     let mut there = machine.incoming(&world, "there");
     let stats = hop_with(&world, 2, &here, &there, |config| {
         slow(config);
-        config.throttle = 99;
+        config.throttle = ThrottleLimit::new(99).unwrap();
     });
     assert!(stats.rounds.iter().any(|round| round.throttle_percent > 0), "{:?}", stats.rounds);
     assert!(!is_there(), "a control group is left");

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::support::{hop, hop_with};
+use vmferry::config::RoundLimit;
 use vmferry::{DestinationVm, Landing, Resume, SourceVm};
 use vmferry_memory::{GuestMemory, PAGE_SIZE};
 use vmferry_qemu::{Arrived, Expected, QemuDestination, QemuSource, Qmp};
@@ -178,7 +179,7 @@ fn harvests_wait_for_direct_io_without_stopping_the_guest() {
         let listener = Listener::new(&second);
         let stats = hop_with(&world, 1, &here, &there, |config| {
             config.downtime_limit = Duration::from_millis(17);
-            config.max_rounds = 12;
+            config.max_rounds = RoundLimit::new(12).unwrap();
         });
         here.child.wait().unwrap();
         println!("{version:?}: {:.1} ms of waits for requests", stats.harvest_pauses_ms);

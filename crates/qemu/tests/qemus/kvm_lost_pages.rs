@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::support::migrate_source;
+use vmferry::config::BandwidthCap;
 use vmferry::vmm::free_pages::FreePages;
 use vmferry::{
     GuestDescription, HarvestGuard, MigrateError, Resume, SourceVm, StateEstimate, VmError,
@@ -105,7 +106,7 @@ fn move_without(
 ) -> Result<(), MigrateError> {
     let moved = migrate_source(world, 1, there, |config| {
         config.verify = verify;
-        config.max_bandwidth = Some(SLOW);
+        config.max_bandwidth = Some(BandwidthCap::new(SLOW).unwrap());
         let page = address / PAGE_SIZE as u64;
         Forgetful { source: QemuSource::attach(&here.qmp).unwrap(), page }
     });

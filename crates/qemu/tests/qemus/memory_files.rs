@@ -5,6 +5,7 @@ use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::Path;
 
 use vmferry::ErrorClass;
+use vmferry::config::ProtocolVersions;
 use vmferry::{DestinationVm, MigrateError, SourceConfig, SourceVm};
 use vmferry_qemu::{Expected, QemuDestination, QemuSource};
 use vmferry_qemu_lab::{HugePages, Machine, Mounted, Qemu, Version, World};
@@ -125,7 +126,8 @@ fn full_memory_file_system_is_named_on_both_sides() {
     let _mounted = Mounted::new(&directory, HugePages::None, 16).unwrap();
     let small = Machine { memory_directory: Some(directory.clone()), ..machine };
     let there = small.incoming(&world, "there");
-    let version_1 = |config: &mut SourceConfig| config.protocol = 1..=1;
+    let version_1 =
+        |config: &mut SourceConfig| config.protocol = ProtocolVersions::new(1..=1).unwrap();
     let error = migrate_to(&world, 1, &here, attach(&there), version_1).unwrap_err();
     let text = vmferry::chain(&error);
     assert!(matches!(error, MigrateError::EndedByPeer { .. }), "{text}");

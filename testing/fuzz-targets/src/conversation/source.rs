@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmferry::config::WhenStuck;
+use vmferry::config::{ChannelCount, RoundLimit, ThrottleLimit, WhenStuck};
 use vmferry::machine::peer::SourceSide;
 use vmferry::machine::source::Source;
 use vmferry::machine::source::io::{Action, Ending, Input as What};
@@ -61,19 +61,19 @@ impl SourceHost {
         let choices = input.byte();
         let mut config = SourceConfig::new("unused".into());
         config.session = SESSION;
-        config.channels = 1 + (choices & 1);
+        config.channels = ChannelCount::new(1 + (choices & 1)).unwrap();
         config.verify = choices & 2 != 0;
-        config.max_rounds = 1 + u32::from(choices >> 2 & 3);
+        config.max_rounds = RoundLimit::new(1 + u32::from(choices >> 2 & 3)).unwrap();
         config.when_stuck =
             if choices & 16 == 0 { WhenStuck::SwitchOver } else { WhenStuck::Refuse };
         if choices & 32 != 0 {
             config.timeouts.reconnect = Duration::ZERO;
         }
-        config.throttle = if choices & 64 == 0 { 0 } else { 80 };
+        config.throttle = ThrottleLimit::new(if choices & 64 == 0 { 0 } else { 80 }).unwrap();
         let machine =
             Source::new(config.clone(), description(), SourceSide::new("none"), Duration::ZERO);
         let mut host = Self {
-            sequences: vec![0; config.channels.into()],
+            sequences: vec![0; config.channels.get().into()],
             config,
             machine,
             journal: vec![open()],
@@ -127,7 +127,7 @@ impl SourceHost {
     }
 
     pub fn lose_a_lane(&mut self, now: Duration, lane: u8, wire: &mut Wire) {
-        if lane < self.config.channels {
+        if lane < self.config.channels.get() {
             self.handle(now, What::LaneLost { lane, attempt: 0, error: link_lost() }, wire);
         }
     }
@@ -270,12 +270,12 @@ impl SourceHost {
             Action::OpenLanes(_) => self.tasks.push(Task::Join),
             Action::ResumeControl { .. } => self.tasks.push(Task::ResumeControl),
             Action::RejoinLane { lane, .. } => {
-                assert!(lane < self.config.channels);
+                assert!(lane < self.config.channels.get());
                 self.tasks.push(Task::Rejoin(lane));
             }
             Action::StartLog => self.tasks.push(Task::StartLog),
             Action::SendRound { .. } => {
-                self.tasks.extend((0..self.config.channels).map(Task::Send));
+                self.tasks.extend((0..self.config.channels.get()).map(Task::Send));
             }
             Action::Harvest => self.tasks.push(Task::Harvest),
             Action::Pause => self.tasks.push(Task::Pause),

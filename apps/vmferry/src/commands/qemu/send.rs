@@ -298,9 +298,7 @@ fn source_config(
     journals: std::path::PathBuf,
 ) -> Result<SourceConfig, Failure> {
     let request = migrate_request(String::new(), None, &options.migration, options.verify);
-    let config = request.source_config(journals);
-    config.check().map_err(|error| Failure::of(Code::Usage, error))?;
-    Ok(config)
+    request.source_config(journals).map_err(|error| Failure::of(Code::Usage, error))
 }
 
 /// Shows progress while `work` runs.

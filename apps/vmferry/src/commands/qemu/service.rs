@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use serde_json::{Value, json};
+use vmferry::config::ConfigError;
 use vmferry::source::Orders;
 use vmferry_control::{Answer, ControlError, ErrorCode, Handler, Replies, Request};
 use vmferry_handover::OperatorWord;
@@ -38,9 +39,10 @@ impl Handler for QemuService {
                 Err(ControlError::new(ErrorCode::WrongState, text))
             }
             Request::Change(change) => {
-                let changed = self.orders.change(change.into());
-                changed
-                    .map_err(|error| ControlError::new(ErrorCode::BadRequest, error.to_string()))?;
+                let wrong = |error: ConfigError| {
+                    ControlError::new(ErrorCode::BadRequest, error.to_string())
+                };
+                self.orders.change(change.try_into().map_err(wrong)?);
                 Ok(json!(change).into())
             }
             Request::SwitchOver => {

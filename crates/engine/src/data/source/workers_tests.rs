@@ -9,6 +9,7 @@ use vmferry_codec::{
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
 
 use super::*;
+use crate::config::WorkerCount;
 use crate::config::compression::{CompressionConfig, CompressionWay, WhenBusy};
 use crate::data::source::chooser::Why;
 use crate::data::source::lane::{FrameSummary, LaneSizes};
@@ -74,7 +75,7 @@ fn workers(when_busy: WhenBusy, gate: &Arc<Gate>) -> (Workers, Vec<Arc<SourceLan
     let config = CompressionConfig {
         way: CompressionWay::Fixed(Method::lz4()),
         when_busy,
-        workers: Some(2),
+        workers: Some(WorkerCount::new(2).unwrap()),
         ..CompressionConfig::default()
     };
     let chooser = Arc::new(Chooser::new(&config, 2, Some(1 << 30)));

@@ -101,9 +101,6 @@ pub fn receive<V: DestinationVm>(
     stop: &Stop,
     watch: &mut dyn FnMut(&Notice),
 ) -> Received<V> {
-    if let Err(error) = config.check() {
-        return Received::Nothing { vm, error: error.into() };
-    }
     let reception = match Reception::open(listener, config) {
         Ok(reception) => reception,
         Err(source) => {
@@ -199,9 +196,8 @@ impl Witness {
     /// whose guest arrived in an earlier process.
     ///
     /// # Errors
-    /// An invalid configuration, or the system can't create a thread.
+    /// The system can't create a thread.
     pub fn listen(listener: Listener, config: &DestinationConfig) -> Result<Self, MigrateError> {
-        config.check()?;
         let reception = Reception::open(listener, config).map_err(MigrateError::no_thread)?;
         Ok(Self::start(reception, config.journal_directory.clone()))
     }

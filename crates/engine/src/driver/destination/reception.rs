@@ -95,7 +95,7 @@ impl Reception {
             state: Mutex::new(state),
             bell: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
             policy: config.policy.clone(),
-            versions: config.protocol.clone(),
+            versions: config.protocol.range().clone(),
             patience: config.greeting_timeout,
             probes: Probes { gate: Gate::default(), host: config.host.clone() },
         });

@@ -19,7 +19,7 @@ use super::control::ControlLink;
 use super::orders::Orders;
 use super::redial::Redialler;
 use crate::config::compression::worker_threads;
-use crate::config::{ConfigError, SourceConfig, window_frames};
+use crate::config::{ChannelCount, ConfigError, SourceConfig, window_frames};
 use crate::cpu::CpuMeter;
 use crate::data::source::chooser::Chooser;
 use crate::data::source::lane::{LaneSender, Signal, SourceLane};
@@ -116,13 +116,18 @@ pub fn migrate_streamed<V: StreamedVm>(
     orders: &Orders,
     watch: &mut dyn FnMut(&Report),
 ) -> SourceOutcome<V> {
-    config.channels = vm.streams();
-    let unfit = [
-        (config.verify, ConfigError::NothingToVerify),
-        (config.pause_before_switchover, ConfigError::NothingToHold),
-    ];
-    if let Some((_, error)) = unfit.into_iter().find(|(wanted, _)| *wanted) {
-        return SourceOutcome::Kept { vm, error: error.into(), stats: Box::default() };
+    let channels = if config.verify {
+        Err(ConfigError::NothingToVerify)
+    } else if config.pause_before_switchover {
+        Err(ConfigError::NothingToHold)
+    } else {
+        ChannelCount::new(vm.streams())
+    };
+    match channels {
+        Ok(channels) => config.channels = channels,
+        Err(error) => {
+            return SourceOutcome::Kept { vm, error: error.into(), stats: Box::default() };
+        }
     }
     let (guest, state) = (vm.describe(), vm.state_estimate());
     let our_side = SourceSide { vmm: vm.release(), streams: true, ..SourceSide::new("VMM") };
@@ -142,9 +147,6 @@ fn conduct<V: Resume, G: GuestSide<V>>(
     watch: &mut dyn FnMut(&Report),
     side: impl FnOnce(&mut Core<'_, V>) -> G,
 ) -> SourceOutcome<V> {
-    if let Err(error) = config.check() {
-        return SourceOutcome::Kept { vm, error: error.into(), stats: Box::default() };
-    }
     let (cpu, conductor) = (CpuMeter::default(), CpuMeter::default());
     let guards = (cpu.count_this_thread(), conductor.count_this_thread());
     let mut core = match Core::connect(vm, guest, dialer, config, orders, &cpu) {
@@ -319,7 +321,7 @@ impl<V: Resume> Core<'_, V> {
             }
             Action::FitWindows { round_trip } => {
                 let workers = worker_threads(self.config.compression.workers);
-                let frames = window_frames(self.config.channels, workers, round_trip);
+                let frames = window_frames(self.config.channels.get(), workers, round_trip);
                 self.lanes.iter().for_each(|lane| lane.set_window(frames));
                 None
             }

@@ -68,7 +68,7 @@ impl ControlLink {
         Self {
             dialer: dialer.clone(),
             session: config.session,
-            versions: config.protocol.clone(),
+            versions: config.protocol.range().clone(),
             silence: config.timeouts.silence,
             lanes,
             cpu,

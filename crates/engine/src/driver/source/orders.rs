@@ -8,7 +8,6 @@ use crossbeam_channel::Sender;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-use crate::config::ConfigError;
 use crate::data::source::sent::SentCounters;
 use crate::machine::source::change::Change;
 use crate::machine::source::io::{Input, Report};
@@ -18,13 +17,13 @@ use vmferry_handover::{OperatorWord, SourceState};
 /// A handle to one migration. Orders given before it starts are kept.
 ///
 /// ```
+/// use vmferry::config::BandwidthCap;
 /// use vmferry::source::{Change, Orders};
 ///
 /// let orders = Orders::new();
 /// let handle = orders.clone(); // For another thread, such as a control socket's.
-/// let capped = |cap| Change { max_bandwidth: Some(cap), ..Change::default() };
-/// handle.change(capped(Some(500 << 20)))?;
-/// assert!(handle.change(capped(Some(1))).is_err(), "no migration ends under such a cap");
+/// let cap = BandwidthCap::new(500 << 20)?;
+/// handle.change(Change { max_bandwidth: Some(Some(cap)), ..Change::default() });
 /// assert!(!handle.progress().in_doubt);
 /// handle.cancel();
 /// # Ok::<(), vmferry::config::ConfigError>(())
@@ -104,17 +103,12 @@ impl Orders {
     }
 
     /// Changes settings from now on.
-    ///
-    /// # Errors
-    /// A setting that is out of its range. Nothing has changed then.
-    pub fn change(&self, change: Change) -> Result<(), ConfigError> {
-        change.check()?;
+    pub fn change(&self, change: Change) {
         let mut inbox = self.0.inbox.lock();
         inbox.change.join(&change);
         if let Some(sender) = &inbox.sender {
             let _ = sender.send(Input::Change(change));
         }
-        Ok(())
     }
 
     /// Releases a migration that is held before its switchover

@@ -38,7 +38,7 @@ impl Redialler {
     pub fn new(dialer: &Dialer, config: &SourceConfig) -> Self {
         Self {
             dialer: dialer.clone(),
-            versions: config.protocol.clone(),
+            versions: config.protocol.range().clone(),
             timeouts: config.timeouts,
             waiting: BTreeMap::new(),
             dialled: crossbeam_channel::unbounded(),

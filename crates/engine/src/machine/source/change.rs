@@ -2,32 +2,22 @@
 
 use std::time::Duration;
 
-use crate::config::{ConfigError, check_bandwidth, check_rounds, check_throttle};
+use crate::config::{BandwidthCap, RoundLimit, ThrottleLimit};
 
 /// The settings to change. A setting that is `None` is not changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Change {
-    /// The cap on all data channels together, in bytes per second; `Some(None)` removes it.
-    pub max_bandwidth: Option<Option<u64>>,
+    /// The cap on all data channels together; `Some(None)` removes it.
+    pub max_bandwidth: Option<Option<BandwidthCap>>,
     /// The longest accepted downtime.
     pub downtime_limit: Option<Duration>,
     /// The most rounds with the guest running, including those already sent.
-    pub max_rounds: Option<u32>,
+    pub max_rounds: Option<RoundLimit>,
     /// The most per cent of their time that the vCPUs may lose; 0 removes the throttling.
-    pub throttle: Option<u8>,
+    pub throttle: Option<ThrottleLimit>,
 }
 
 impl Change {
-    /// Checks the ranges.
-    ///
-    /// # Errors
-    /// The first setting that is out of its range.
-    pub fn check(&self) -> Result<(), ConfigError> {
-        check_bandwidth(self.max_bandwidth.flatten())?;
-        self.max_rounds.map_or(Ok(()), check_rounds)?;
-        self.throttle.map_or(Ok(()), check_throttle)
-    }
-
     /// Merges a later change into this one.
     pub(crate) fn join(&mut self, later: &Self) {
         self.max_bandwidth = later.max_bandwidth.or(self.max_bandwidth);

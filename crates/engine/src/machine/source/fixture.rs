@@ -7,8 +7,8 @@ use vmferry_wire::{ControlMessage, GuestIdentity, Token};
 
 use super::Source;
 use super::io::Input;
-use crate::config::SourceConfig;
 use crate::config::WhenStuck;
+use crate::config::{ChannelCount, RoundLimit, SourceConfig};
 use crate::machine::peer::SourceSide;
 use crate::rounds::tracker::LaneTotals;
 use crate::vmm::GuestDescription;
@@ -43,7 +43,7 @@ pub const DIGEST: u64 = 7;
 
 /// A machine that has sent FINAL, at time 0. `verifies_placed` is what the destination announces.
 pub fn awaiting_ready(mut config: SourceConfig, verifies_placed: bool) -> Source {
-    config.max_rounds = 1;
+    config.max_rounds = RoundLimit::new(1).unwrap();
     (config.downtime_limit, config.when_stuck) = (Duration::ZERO, WhenStuck::SwitchOver);
     let mut source = after_one_round_to(config, verifies_placed);
     let (took, stood_still) = (Duration::ZERO, Duration::ZERO);
@@ -67,7 +67,7 @@ pub fn after_one_round(config: SourceConfig) -> Source {
 }
 
 fn after_one_round_to(mut config: SourceConfig, verifies_placed: bool) -> Source {
-    config.channels = 1;
+    config.channels = ChannelCount::new(1).unwrap();
     let guest = GuestDescription {
         identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: String::new() },
         vmm: String::new(),

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::config::SourceConfig;
+use crate::config::{BandwidthCap, SourceConfig};
 use crate::rounds::convergence::{Harvest, Predictor};
 use crate::rounds::throttle::Throttle;
 
@@ -21,8 +21,8 @@ pub(super) struct Pace {
 impl Pace {
     pub(super) fn new(config: &SourceConfig, now: Duration) -> Self {
         Self {
-            predictor: Predictor::new(config.limits(), config.max_bandwidth),
-            throttle: Throttle::new(config.throttle),
+            predictor: Predictor::new(config.limits(), config.max_bandwidth.map(BandwidthCap::get)),
+            throttle: Throttle::new(config.throttle.get()),
             hold: Hold::new(config.pause_before_switchover),
             log_started: now,
             last_harvest: now,

@@ -64,7 +64,7 @@ impl Phase {
         let silent = matches!(error, MigrateError::TimedOut { .. });
         self.lose(common, now, None, error);
         if silent {
-            for lane in 0..common.config.channels {
+            for lane in 0..common.config.channels.get() {
                 if !common.rounds.is_lane_done(lane) {
                     let error = MigrateError::LinkLost {
                         channel: channel_name(Some(lane)),
@@ -218,7 +218,7 @@ impl Common {
         self.begin_wait(now);
         let phase = Phase::Sending(sending);
         // The loss of a channel is reported only once, and the channel is needed again now.
-        for lane in 0..self.config.channels {
+        for lane in 0..self.config.channels.get() {
             let error = self.links.of(Some(lane)).and_then(|link| link.idle_loss.take());
             if let Some(error) = error {
                 phase.lose(self, now, Some(lane), error);

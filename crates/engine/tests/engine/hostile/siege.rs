@@ -5,6 +5,7 @@ use std::net::{Ipv4Addr, SocketAddr, SocketAddrV4, TcpStream};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 
+use vmferry::config::{BandwidthCap, RoundLimit};
 use vmferry::destination::{Notice, receive};
 use vmferry::source::{Change, Report, SourceOutcome, migrate};
 use vmferry::stats::SourceStats;
@@ -98,8 +99,8 @@ impl Siege<'_> {
 /// then lets the migration end, which must succeed.
 pub fn withstand(mut scenario: Scenario, attack: impl FnOnce(&Siege) + Send) -> SourceStats {
     let pki = Pki::new();
-    scenario.source.max_bandwidth = Some(CAP);
-    scenario.source.max_rounds = u32::MAX;
+    scenario.source.max_bandwidth = Some(BandwidthCap::new(CAP).unwrap());
+    scenario.source.max_rounds = RoundLimit::new(u32::MAX).unwrap();
     scenario.source.compression.way = vmferry::config::compression::CompressionWay::Off;
     let tls = matches!(scenario.listen_at, Address::Tls { .. } | Address::Grpc { .. });
     let mut files = pki.files("destination", Validity::days(1));
@@ -159,7 +160,7 @@ struct EndOfAttack<'a>(&'a Scenario);
 
 impl Drop for EndOfAttack<'_> {
     fn drop(&mut self) {
-        self.0.orders.change(Change { max_bandwidth: Some(None), ..Change::default() }).unwrap();
+        self.0.orders.change(Change { max_bandwidth: Some(None), ..Change::default() });
     }
 }
 

@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 pub use guest::{Guest, PAGES, address};
 use logs::ForgetfulLog;
 use streamer::Streamer;
+use vmferry::config::RoundLimit;
 use vmferry::destination::{Owned, Received, Stop, receive};
 use vmferry::source::{Orders, Report, SourceOutcome, migrate, migrate_streamed};
 use vmferry::vmm::free_pages::FreePages;
@@ -195,7 +196,7 @@ impl Scenario {
         let mut source = SourceConfig::new(directory.path().join("a"));
         source.verify = true;
         source.when_stuck = vmferry::config::WhenStuck::SwitchOver;
-        source.max_rounds = 6;
+        source.max_rounds = RoundLimit::new(6).unwrap();
         let mut destination = DestinationConfig::new(directory.path().join("b"));
         destination.once = true;
         let listen_at = Address::Unix(directory.path().join("in.sock"));

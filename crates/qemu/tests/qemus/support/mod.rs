@@ -62,7 +62,7 @@ pub fn migrate_to(
     let mut source = QemuSource::attach(&from.qmp).unwrap();
     let (vm, stats) = migrate_source_to(world, number, to, |config| {
         change(config);
-        if config.throttle > 0 {
+        if config.throttle.get() > 0 {
             source.allow_throttling().unwrap();
         }
         source

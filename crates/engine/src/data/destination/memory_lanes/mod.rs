@@ -59,7 +59,7 @@ impl MemoryLanes {
         target: MemoryTarget,
         config: &DestinationConfig,
     ) -> std::io::Result<Self> {
-        let workers = worker_threads(config.workers).max(1);
+        let workers = worker_threads(config.workers);
         let longest = usize::from(context.lanes) * (workers + FRAMES_AHEAD);
         let (received, received_in) = crossbeam_channel::bounded(longest);
         let mut all = Self {

@@ -43,7 +43,7 @@ impl<V: Resume> Core<'_, V> {
         for lane in &self.lanes {
             let number = lane.number();
             let purpose = Purpose { role: Role::Data, lane: number, token: *token, attempt: 0 };
-            let versions = &self.config.protocol;
+            let versions = self.config.protocol.range();
             let joined = connect::data(&self.dialer, purpose, versions, &self.config.timeouts)?;
             let encoder = side.sender_encoder(self);
             let sender =

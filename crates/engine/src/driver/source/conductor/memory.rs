@@ -8,6 +8,7 @@ use vmferry_dirty::{DirtyLog, DirtyLogError};
 use vmferry_memory::{GuestMemory, whole_hash_except};
 
 use super::{Core, GuestSide};
+use crate::config::BandwidthCap;
 use crate::config::compression::worker_threads;
 use crate::data::source::page_encoder::PageEncoder;
 use crate::data::source::workers::{WorkerContext, Workers};
@@ -140,7 +141,7 @@ impl MemoryGuest {
         let Some(workers) = &self.workers else { return Ok(()) };
         let order = self.harvester.order(round, rearm)?;
         if round == 1 {
-            self.harvester.freed().hold(core.config.max_bandwidth);
+            self.harvester.freed().hold(core.config.max_bandwidth.map(BandwidthCap::get));
         }
         workers.send_round(&order);
         Ok(())

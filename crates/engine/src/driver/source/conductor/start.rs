@@ -10,7 +10,7 @@ use vmferry_wire::Role;
 
 use super::Core;
 use crate::config::compression::worker_threads;
-use crate::config::{SourceConfig, window_frames};
+use crate::config::{BandwidthCap, SourceConfig, window_frames};
 use crate::cpu::CpuMeter;
 use crate::data::source::chooser::Chooser;
 use crate::data::source::lane::{LaneSizes, Signal, SourceLane};
@@ -44,7 +44,7 @@ impl<'a, V: Resume> Core<'a, V> {
         orders.publish("connecting", SourceState::Holding);
         let (purpose, silence) = (Purpose::control(Role::Control), config.timeouts.silence);
         let made =
-            connect::control(dialer, purpose, &config.protocol, silence).and_then(|channel| {
+            connect::control(dialer, purpose, config.protocol.range(), silence).and_then(|channel| {
                 let journal = FileJournal::begin_for(
                     &config.journal_directory,
                     config.session,
@@ -61,15 +61,16 @@ impl<'a, V: Resume> Core<'a, V> {
         our_side.protocol = channel.version;
         let signal = Arc::new(Signal::default());
         let workers = worker_threads(config.compression.workers);
-        let window = window_frames(config.channels, workers, Duration::ZERO);
-        let sizes = LaneSizes { lanes: config.channels, workers, window };
-        let (compression, cap) = (&config.compression, config.max_bandwidth);
-        let chooser = Arc::new(Chooser::new(compression, config.channels, cap));
+        let channels = config.channels.get();
+        let window = window_frames(channels, workers, Duration::ZERO);
+        let sizes = LaneSizes { lanes: channels, workers, window };
+        let cap = config.max_bandwidth.map(BandwidthCap::get);
+        let chooser = Arc::new(Chooser::new(&config.compression, channels, cap));
         let lane = |number| {
             let (chooser, signal) = (Arc::clone(&chooser), Arc::clone(&signal));
             Arc::new(SourceLane::new(number, &sizes, chooser, signal))
         };
-        let lanes: Vec<_> = (0..config.channels).map(lane).collect();
+        let lanes: Vec<_> = (0..channels).map(lane).collect();
         let control = ControlLink::new(dialer, &config, lanes.clone(), cpu.clone());
         let life = match Life::begin(control.slot()) {
             Ok(life) => life,
@@ -92,7 +93,7 @@ impl<'a, V: Resume> Core<'a, V> {
             lanes,
             senders: Vec::new(),
             redialler: Redialler::new(dialer, &config),
-            limiter: RateLimiter::new(config.max_bandwidth),
+            limiter: RateLimiter::new(cap),
             chooser,
             cpu: cpu.clone(),
             transport: channel.transport.clone(),

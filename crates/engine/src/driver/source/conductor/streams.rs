@@ -91,7 +91,7 @@ impl StreamedGuest {
         let frames = bytes_per_s * time.as_secs_f64() / frame_bytes;
         let lanes = core.lanes.len().max(1);
         let workers = worker_threads(core.config.compression.workers);
-        let most = window_frames(core.config.channels, workers, round_trip);
+        let most = window_frames(core.config.channels.get(), workers, round_trip);
         // One frame is being sent while another one is in flight or being made.
         let frames = ((frames / lanes as f64) as usize).clamp(2, most);
         core.lanes.iter().for_each(|lane| lane.set_window(frames));
