@@ -315,7 +315,7 @@ mod tests {
         assert!(stop(true, 11) && !stop(true, 10) && !stop(false, 11));
     }
 
-    /// Begins a harvest with a fake QEMU 11 in this state, drops it, and returns the QEMU's commands.
+    /// Begins a harvest with a fake QEMU 11 in this state, and drops it. Returns `stop` and `cont`.
     fn dropped_harvest(mut status: &'static str) -> Vec<String> {
         let (ours, mut theirs) = UnixStream::pair().unwrap();
         let qemu = std::thread::spawn(move || {

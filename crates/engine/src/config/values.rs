@@ -51,8 +51,9 @@ pub enum ConfigError {
     NothingToVerify,
 }
 
+/// Defines numbers that are in a range: the type, the range, and the error of a value outside.
 macro_rules! checked {
-    ($(#[$doc:meta])* $name:ident($number:ty), $range:expr, $error:expr) => {
+    ($($(#[$doc:meta])* $name:ident($number:ty): $range:expr, $error:expr;)*) => {$(
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         pub struct $name(pub(super) $number);
@@ -72,43 +73,21 @@ macro_rules! checked {
                 self.0
             }
         }
-    };
+    )*};
 }
 
-checked!(
+checked! {
     /// A number of data channels, 1 to 16.
-    ChannelCount(u8),
-    (1..=16),
-    ConfigError::Channels
-);
-
-checked!(
+    ChannelCount(u8): (1..=16), ConfigError::Channels;
     /// A cap in bytes per second, at least 64 KiB/s.
-    BandwidthCap(u64),
-    (64 << 10..),
-    ConfigError::Bandwidth
-);
-
-checked!(
-    /// The highest percentage of their CPU time that the vCPUs may lose: 0 to 99.
-    ThrottleLimit(u8),
-    (..=99),
-    ConfigError::Throttle
-);
-
-checked!(
+    BandwidthCap(u64): (64 << 10..), ConfigError::Bandwidth;
+    /// The highest percentage of their CPU time that the vCPUs may lose, 0 to 99.
+    ThrottleLimit(u8): (..=99), ConfigError::Throttle;
     /// A number of worker threads, 1 to [`MOST_WORKERS`].
-    WorkerCount(u8),
-    (1..=MOST_WORKERS),
-    ConfigError::Workers
-);
-
-checked!(
+    WorkerCount(u8): (1..=MOST_WORKERS), ConfigError::Workers;
     /// The most rounds with the guest running, at least 1.
-    RoundLimit(u32),
-    (1..),
-    |_| ConfigError::Rounds
-);
+    RoundLimit(u32): (1..), |_| ConfigError::Rounds;
+}
 
 /// All protocol versions that this release speaks.
 pub const PROTOCOL_VERSIONS: RangeInclusive<u16> = PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION_MAX;
@@ -145,24 +124,27 @@ mod tests {
 
     #[test]
     fn values_out_of_range_are_refused() {
-        let refused = |value: Result<(), ConfigError>| value.unwrap_err().to_string();
-        let channels = |number| ChannelCount::new(number).map(drop);
-        assert_eq!(refused(channels(0)), "0 channels: choose 1 to 16");
-        assert_eq!(refused(channels(17)), "17 channels: choose 1 to 16");
-        assert!(channels(1).is_ok() && channels(16).is_ok());
-        let cap = |bytes| BandwidthCap::new(bytes).map(drop);
-        let says = "a bandwidth cap of 65535 bytes/s is below 64 KiB/s";
-        assert_eq!(refused(cap((64 << 10) - 1)), says);
-        assert!(cap(64 << 10).is_ok() && cap(u64::MAX).is_ok());
-        let throttle = |percent| ThrottleLimit::new(percent).map(drop);
-        assert_eq!(refused(throttle(100)), "a throttle of 100 %: choose 0 to 99");
-        assert!(throttle(0).is_ok() && throttle(99).is_ok());
-        let workers = |number| WorkerCount::new(number).map(drop);
-        assert_eq!(refused(workers(0)), "0 workers: choose 1 to 64");
-        assert_eq!(refused(workers(65)), "65 workers: choose 1 to 64");
-        assert!(workers(1).is_ok() && workers(64).is_ok());
-        assert_eq!(refused(RoundLimit::new(0).map(drop)), "at least one round is needed");
-        assert!(RoundLimit::new(u32::MAX).is_ok());
+        let refusals = [
+            (ChannelCount::new(0).err(), "0 channels: choose 1 to 16"),
+            (ChannelCount::new(17).err(), "17 channels: choose 1 to 16"),
+            (BandwidthCap::new(65_535).err(), "a bandwidth cap of 65535 bytes/s is below 64 KiB/s"),
+            (ThrottleLimit::new(100).err(), "a throttle of 100 %: choose 0 to 99"),
+            (WorkerCount::new(0).err(), "0 workers: choose 1 to 64"),
+            (WorkerCount::new(65).err(), "65 workers: choose 1 to 64"),
+            (RoundLimit::new(0).err(), "at least one round is needed"),
+        ];
+        for (error, says) in refusals {
+            assert_eq!(error.unwrap().to_string(), says);
+        }
+    }
+
+    #[test]
+    fn values_at_the_ends_of_their_ranges_are_allowed() {
+        assert!([1, 16].map(ChannelCount::new).iter().all(Result::is_ok));
+        assert!([64 << 10, u64::MAX].map(BandwidthCap::new).iter().all(Result::is_ok));
+        assert!([0, 99].map(ThrottleLimit::new).iter().all(Result::is_ok));
+        assert!([1, 64].map(WorkerCount::new).iter().all(Result::is_ok));
+        assert!([1, u32::MAX].map(RoundLimit::new).iter().all(Result::is_ok));
     }
 
     #[test]
