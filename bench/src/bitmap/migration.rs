@@ -12,10 +12,11 @@ use anyhow::bail;
 use parking_lot::Mutex;
 use serde::Serialize;
 use vmferry::config::{BandwidthCap, RoundLimit, WhenStuck};
-use vmferry::{DestinationConfig, GuestDescription, Resume, SourceConfig, SourceVm, VmError};
-use vmferry_dirty::{DirtyLog, DirtyLogError, LogChoice, SoftwareWay};
+use vmferry::{DestinationConfig, SourceConfig, SourceVm};
+use vmferry_dirty::{LogChoice, SoftwareWay};
+use vmferry_doubles::{FilteredLog, SourceDouble};
 use vmferry_memory::traverse::flat_runs;
-use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind, PageBitmap, PageSet, SlotId};
+use vmferry_memory::{MemoryKind, PageBitmap};
 use vmferry_microvm::config::GuestConfig;
 use vmferry_microvm::embed::{IncomingMachine, MigratingMachine};
 use vmferry_microvm::{GuestKind, Machine, MachineConfig};
@@ -150,8 +151,12 @@ fn migrate_once(
         std::thread::sleep(Duration::from_millis(10));
     }
     let vm = MigratingMachine::new(Arc::clone(&machine))?;
-    let kept = Arc::new(Recording { log: vm.dirty_log(), kept: Mutex::default() });
-    let vm = Recorded { vm, log: Arc::clone(&kept) };
+    let kept = Arc::new(Mutex::new(Vec::new()));
+    let keeping = Arc::clone(&kept);
+    let log = FilteredLog::new(vm.dirty_log(), move |dirty| {
+        keeping.lock().extend(dirty.iter().map(|(_, bitmap)| bitmap.clone()));
+    });
+    let vm = SourceDouble::with_log(vm, log);
     let address = Address::Tcp { host: "127.0.0.1".into(), port: 0 };
     let listener = Listener::bind(&address, None)?;
     let dialer = Dialer::new(listener.local_address().clone(), None);
@@ -166,87 +171,6 @@ fn migrate_once(
     let (stats, _) = migrate_here((vm, &dialer, config), (incoming, listener, &there))?;
     let mut logs: Vec<&str> = stats.rounds.iter().map(|round| round.dirty_log.as_str()).collect();
     logs.dedup();
-    let kept = std::mem::take(&mut *kept.kept.lock());
+    let kept = std::mem::take(&mut *kept.lock());
     Ok((kept, logs.join(", ")))
-}
-
-/// A dirty log that records the bitmaps it returns.
-struct Recording {
-    log: Arc<dyn DirtyLog>,
-    kept: Mutex<Vec<PageBitmap>>,
-}
-
-impl Recording {
-    fn keep(&self, pages: &PageSet) {
-        let mut kept = self.kept.lock();
-        kept.extend(pages.iter().map(|(_, bitmap)| bitmap.clone()));
-    }
-}
-
-impl DirtyLog for Recording {
-    fn name(&self) -> &'static str {
-        self.log.name()
-    }
-
-    fn start(&self) -> Result<(), DirtyLogError> {
-        self.log.start()
-    }
-
-    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        self.log.collect(into)?;
-        self.keep(into);
-        Ok(())
-    }
-
-    fn collect_last(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        self.log.collect_last(into)?;
-        self.keep(into);
-        Ok(())
-    }
-
-    fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
-        self.log.rearm(slot, first_word, words)
-    }
-
-    fn give_back(&self, pages: &PageSet) {
-        self.log.give_back(pages);
-    }
-
-    fn stop(&self) -> Result<(), DirtyLogError> {
-        self.log.stop()
-    }
-}
-
-/// A machine whose dirty log is recorded.
-struct Recorded {
-    vm: MigratingMachine,
-    log: Arc<Recording>,
-}
-
-impl Resume for Recorded {
-    fn resume(&mut self) -> Result<(), VmError> {
-        self.vm.resume()
-    }
-}
-
-impl SourceVm for Recorded {
-    fn describe(&self) -> GuestDescription {
-        self.vm.describe()
-    }
-
-    fn memory(&self) -> GuestMemory {
-        self.vm.memory()
-    }
-
-    fn dirty_log(&self) -> Arc<dyn DirtyLog> {
-        Arc::clone(&self.log) as Arc<dyn DirtyLog>
-    }
-
-    fn pause(&mut self) -> Result<Duration, VmError> {
-        self.vm.pause()
-    }
-
-    fn save(&mut self) -> Result<GuestBytes, VmError> {
-        self.vm.save()
-    }
 }

@@ -9,17 +9,15 @@ mod support;
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
 use dumps::{PAGES, PATTERN, are_kept_out, fill, hold, order, patterns};
-use support::{DestinationGuest, Scenario, SourceGuest, running_guest};
+use support::{DestinationGuest, Scenario, running_guest};
 use vmferry::destination::receive;
 use vmferry::source::migrate;
-use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
-use vmferry_dirty::DirtyLog;
-use vmferry_memory::{GuestBytes, GuestMemory};
+use vmferry_doubles::{DestinationDouble, SourceDouble};
+use vmferry_memory::GuestBytes;
 use vmferry_transport::{Address, Dialer, Listener};
 
 /// Bytes of the state for each pattern. Together they exceed the buffer of a socket.
@@ -67,7 +65,7 @@ fn destination_that_loads_device_state_has_it_in_no_core_dump() {
             let Scenario { source, orders, directory: _directory, .. } = Scenario::new();
             let vm = running_guest(8);
             let guest = vm.guest.clone();
-            migrate(Leaving(vm), &dialer, source, &orders, &mut |_| ());
+            migrate(SourceDouble::with_state(vm, state), &dialer, source, &orders, &mut |_| ());
             guest.pause();
         });
     });
@@ -86,12 +84,17 @@ fn child_process_of_the_test() {
             go_on();
             hold(undone);
         });
-        let (vm, dialer) = (Leaving(running_guest(8)), Dialer::new(at, None));
+        let vm = SourceDouble::with_state(running_guest(8), state);
+        let dialer = Dialer::new(at, None);
         migrate(vm, &dialer, scenario.source, &scenario.orders, &mut |_| ());
     } else {
         let listener = Listener::bind(&at, None).unwrap();
         println!("{LISTENING}");
-        let vm = Arriving { guest: DestinationGuest::default(), undone };
+        // It crashes while it loads the state.
+        let vm = DestinationDouble::before_load(DestinationGuest::default(), move |_, state| {
+            assert_eq!(state.len(), PAGES as usize * STRIDE);
+            hold(undone)
+        });
         receive(listener, vm, &scenario.destination, &scenario.stop, &mut |_| ());
     }
     unreachable!("the migration has ended");
@@ -132,64 +135,13 @@ fn relay(listener: &UnixListener, behind: &PathBuf, seen: &Sender<()>) {
     });
 }
 
-/// A guest with a recognizable state.
-struct Leaving(SourceGuest);
-
-impl Resume for Leaving {
-    fn resume(&mut self) -> Result<(), VmError> {
-        self.0.resume()
+/// A recognizable state.
+fn state() -> GuestBytes {
+    let mut state = GuestBytes::new();
+    for page in 0..PAGES {
+        let at = state.len();
+        state.extend_to(at + STRIDE);
+        fill(page, &mut state[at..]);
     }
-}
-
-impl SourceVm for Leaving {
-    fn describe(&self) -> GuestDescription {
-        self.0.describe()
-    }
-
-    fn memory(&self) -> GuestMemory {
-        self.0.memory()
-    }
-
-    fn dirty_log(&self) -> Arc<dyn DirtyLog> {
-        self.0.dirty_log()
-    }
-
-    fn pause(&mut self) -> Result<Duration, VmError> {
-        self.0.pause()
-    }
-
-    fn save(&mut self) -> Result<GuestBytes, VmError> {
-        let mut state = GuestBytes::new();
-        for page in 0..PAGES {
-            let at = state.len();
-            state.extend_to(at + STRIDE);
-            fill(page, &mut state[at..]);
-        }
-        Ok(state)
-    }
-}
-
-/// A VMM that crashes while it loads the state.
-struct Arriving {
-    guest: DestinationGuest,
-    undone: bool,
-}
-
-impl DestinationVm for Arriving {
-    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
-        self.guest.prepare(guest)
-    }
-
-    fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
-        assert_eq!(state.len(), PAGES as usize * STRIDE);
-        hold(self.undone)
-    }
-
-    fn discard(&mut self) {
-        self.guest.discard();
-    }
-
-    fn run(&mut self) -> Result<(), VmError> {
-        self.guest.run()
-    }
+    state
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::support::compressors::{Gate, breaking};
 use crate::support::content::{let_work_between_rounds, mixed_guest, random_guest, text_guest};
-use crate::support::{DestinationGuest, Scenario, SourceGuest, kept, nothing, owned, test_all};
+use crate::support::{DestinationGuest, Scenario, given, kept, nothing, owned, test_all};
 use vmferry::ErrorClass;
 use vmferry::config::WhenStuck;
 use vmferry::config::compression::{
@@ -64,19 +64,12 @@ fn guest_arrives_intact_with_every_encoding() {
         let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |report| {
             let_work_between_rounds(&guest, report);
         });
-        let stats = given(outcome);
+        let (_, stats) = given(outcome);
         assert_eq!((stats.digest_match, stats.verify_match), (Some(true), Some(true)));
         check_statistics(&case, &stats);
         let there = owned(received).vm.guest.unwrap();
         there.wait_for_work();
         there.pause();
-    }
-}
-
-fn given(outcome: SourceOutcome<SourceGuest>) -> SourceStats {
-    match outcome {
-        SourceOutcome::Given { stats, .. } => *stats,
-        SourceOutcome::Kept { error, .. } => panic!("kept: {}", chain(&error)),
     }
 }
 
@@ -161,7 +154,7 @@ fn compressor_failure_leaves_the_guest_running_and_is_named() {
         let mut scenario = Scenario::new();
         scenario.source.compression.way = CompressionWay::Fixed(Method::zstd(1));
         let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |_| {});
-        assert_eq!(given(outcome).verify_match, Some(true));
+        assert_eq!(given(outcome).1.verify_match, Some(true));
         owned(received).vm.guest.unwrap().pause();
     }
 }
@@ -189,7 +182,7 @@ fn wait_policy_sends_nothing_before_the_compressors_are_done() {
             scenario.run(text_guest(1000, 300), DestinationGuest::default(), |_| {});
         owned(received).vm.guest.unwrap().pause();
         assert_eq!(held.join().unwrap(), 0, "both workers were held with the first frames");
-        given(outcome)
+        given(outcome).1
     });
     assert_eq!(stats.encoded.raw, stats.encoded.grown, "{:?}", stats.encoded);
     assert!(stats.rounds.iter().all(|round| round.frames.waiting == 0));
@@ -221,7 +214,7 @@ fn compressor_that_hangs_delays_only_its_frame() {
         let (outcome, received) =
             scenario.run(text_guest(1024, 300), DestinationGuest::default(), |_| {});
         owned(received).vm.guest.unwrap().pause();
-        given(outcome)
+        given(outcome).1
     });
     assert_eq!((stats.digest_match, stats.verify_match), (Some(true), Some(true)));
 }
@@ -242,7 +235,7 @@ fn bandwidth_cap_can_be_lifted_during_the_migration() {
         });
         let (outcome, received) =
             scenario.run(mixed_guest(100), DestinationGuest::default(), |_| {});
-        assert_eq!(given(outcome).verify_match, Some(true));
+        assert_eq!(given(outcome).1.verify_match, Some(true));
         owned(received).vm.guest.unwrap().pause();
     });
 }
@@ -272,7 +265,7 @@ fn auto_compression_converges_where_raw_does_not() {
     nothing(received);
 
     let (outcome, received) = attempt(CompressionWay::Auto);
-    let stats = given(outcome);
+    let (_, stats) = given(outcome);
     assert!(stats.encoded.delta > 0 && stats.verify_match == Some(true), "{stats:?}");
     owned(received).vm.guest.unwrap().pause();
 }

@@ -4,11 +4,9 @@ use std::sync::{Arc, Mutex};
 
 use crate::support::content::{guest_of, text};
 use crate::support::logs::LateLog;
-use crate::support::{DestinationGuest, PAGES, Scenario, SourceGuest, address, kept, owned};
+use crate::support::{DestinationGuest, PAGES, Scenario, SourceGuest, address, given, kept, owned};
 use vmferry::SourceVm;
 use vmferry::config::RoundLimit;
-use vmferry::source::SourceOutcome;
-use vmferry::stats::SourceStats;
 use vmferry::vmm::free_pages::{FreePageHints, FreePages, Look};
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageSet};
 
@@ -96,13 +94,6 @@ fn guest(
     (vm, balloon)
 }
 
-fn given(outcome: SourceOutcome<SourceGuest>) -> SourceStats {
-    match outcome {
-        SourceOutcome::Given { stats, .. } => *stats,
-        SourceOutcome::Kept { error, .. } => panic!("{}", vmferry::chain(&error)),
-    }
-}
-
 fn content(memory: &GuestMemory, page: u64) -> Vec<u8> {
     let mut content = vec![0; PAGE_SIZE];
     memory.read_at(address(page), &mut content).unwrap();
@@ -169,7 +160,7 @@ fn free_pages_are_not_sent_and_reused_ones_arrive() {
         }
         let here = vm.memory();
         let (outcome, received) = scenario().run(vm, DestinationGuest::default(), |_| {});
-        let stats = given(outcome);
+        let (_, stats) = given(outcome);
         let there = owned(received).vm.guest.unwrap();
         there.pause();
         let rounds = balloon.state.lock().unwrap().hints.len();
@@ -216,7 +207,7 @@ fn free_page_hint_for_a_used_page_loses_it() {
     });
     let here = vm.memory();
     let (outcome, received) = scenario().run(vm, DestinationGuest::default(), |_| {});
-    let stats = given(outcome);
+    let (_, stats) = given(outcome);
     let there = owned(received).vm.guest.unwrap();
     there.pause();
     assert!(content(&here, PAGES - 1) != content(&there.memory, PAGES - 1));
@@ -240,7 +231,7 @@ fn free_pages_with_a_poison_arrive_poisoned() {
         }
     });
     let (outcome, received) = scenario().run(vm, DestinationGuest::default(), |_| {});
-    let stats = given(outcome);
+    let (_, stats) = given(outcome);
     let there = owned(received).vm.guest.unwrap();
     there.pause();
     for page in FREE.iter().cloned().flatten() {
@@ -274,7 +265,7 @@ fn free_pages_zeroed_after_they_were_sent_arrive_as_zeros() {
         assert!(content(&here, page) != [0; PAGE_SIZE], "page {page}");
     }
     let (outcome, received) = scenario().run(vm, DestinationGuest::default(), |_| {});
-    let stats = given(outcome);
+    let (_, stats) = given(outcome);
     let there = owned(received).vm.guest.unwrap();
     there.pause();
     for page in FREE.iter().cloned().flatten() {
@@ -297,7 +288,7 @@ fn guest_that_stays_gets_its_free_pages_back() {
     assert!(std::mem::take(&mut balloon.state.lock().unwrap().ended));
     let asked = balloon.state.lock().unwrap().hints.len();
     let (outcome, received) = scenario().run(vm, DestinationGuest::default(), |_| {});
-    assert_eq!(given(outcome).rounds[0].free_pages, 3000);
+    assert_eq!(given(outcome).1.rounds[0].free_pages, 3000);
     assert!(balloon.state.lock().unwrap().hints.len() > asked);
     owned(received).vm.guest.unwrap().pause();
 }
@@ -330,7 +321,7 @@ fn discarded_pages_arrive_as_zeros() {
     let memory = vm.memory();
     vm.free = vec![Arc::new(GivenUp { pages, memory })];
     let (outcome, received) = scenario().run(vm, DestinationGuest::default(), |_| {});
-    assert_eq!(given(outcome).verify_match, Some(true));
+    assert_eq!(given(outcome).1.verify_match, Some(true));
     let there = owned(received).vm.guest.unwrap();
     there.pause();
     for page in 500..600 {

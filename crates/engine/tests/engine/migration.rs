@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::hostile::by_hand::Pki;
 use crate::support::{
-    DestinationGuest, Scenario, SourceGuest, journals, kept, nothing, owned, running_guest,
+    DestinationGuest, Scenario, SourceGuest, given, journals, kept, nothing, owned, running_guest,
 };
 use vmferry::ErrorClass;
 use vmferry::MigrateError;
@@ -25,9 +25,7 @@ fn writing_guest_arrives_intact_and_runs_on() {
         vm.guest.wait_for_work();
         let guest = vm.guest.clone();
         let (outcome, received) = scenario.run(vm, DestinationGuest::default(), |_| {});
-        let SourceOutcome::Given { stats, .. } = outcome else {
-            panic!("kept: {:?}", kept(outcome).1)
-        };
+        let (_, stats) = given(outcome);
         assert!(!guest.is_running(), "the source's guest is paused");
         assert_eq!((stats.digest_match, stats.verify_match), (Some(true), Some(true)));
         assert!(stats.rounds.len() >= 2, "{stats:?}");
@@ -55,9 +53,7 @@ fn slow_prepare_and_load_do_not_count_as_silence() {
         let destination =
             DestinationGuest { slow: Duration::from_secs(9), ..DestinationGuest::default() };
         let (outcome, received) = scenario.run(running_guest(100), destination, |_| {});
-        let SourceOutcome::Given { stats, .. } = outcome else {
-            panic!("kept: {:?}", kept(outcome).1)
-        };
+        let (_, stats) = given(outcome);
         assert_eq!((stats.reconnections, stats.recalls), (0, 0), "the link was taken for lost");
         owned(received).vm.guest.unwrap().pause();
     });
@@ -86,9 +82,7 @@ fn slow_pause_and_save_do_not_count_as_silence() {
         }
         let guest = SourceGuest { slow: Duration::from_secs(9), ..running_guest(100) };
         let (outcome, received) = scenario.run(guest, DestinationGuest::default(), |_| {});
-        let SourceOutcome::Given { stats, .. } = outcome else {
-            panic!("kept: {:?}", kept(outcome).1)
-        };
+        let (_, stats) = given(outcome);
         assert_eq!((stats.reconnections, stats.recalls), (0, 0), "the link was taken for lost");
         owned(received).vm.guest.unwrap().pause();
     });
@@ -106,7 +100,7 @@ fn slow_data_over_many_channels_does_not_count_as_a_stall() {
         timeouts.stall = Duration::from_secs(6);
     }
     let (outcome, received) = scenario.run(running_guest(4), DestinationGuest::default(), |_| {});
-    let SourceOutcome::Given { stats, .. } = outcome else { panic!("kept: {:?}", kept(outcome).1) };
+    let (_, stats) = given(outcome);
     assert!(stats.sent_bytes > 4 << 20, "{stats:?}");
     owned(received).vm.guest.unwrap().pause();
 }
@@ -147,7 +141,7 @@ fn verify_detects_a_page_lost_by_the_log_and_the_guest_runs_on() {
     let scenario = Scenario::new();
     let (outcome, received) = scenario.run_forgetful(running_guest(500));
     let (vm, error) = kept(outcome);
-    assert!(matches!(error, MigrateError::VerifyMismatch { log: "forgetful", .. }), "{error}");
+    assert!(matches!(error, MigrateError::VerifyMismatch { log: "userfaultfd", .. }), "{error}");
     assert_eq!(error.class(), ErrorClass::Corrupt);
     vm.guest.wait_for_work();
     assert_eq!(nothing(received).class(), ErrorClass::Corrupt);

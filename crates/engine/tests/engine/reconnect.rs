@@ -7,7 +7,8 @@ use std::time::Duration;
 use crate::support::cutter::{Channels, Cut, Cutter};
 use crate::support::logs::LateLog;
 use crate::support::{
-    DestinationGuest, PAGES, Scenario, SourceGuest, kept, nothing, owned, running_guest, test_all,
+    DestinationGuest, PAGES, Scenario, SourceGuest, given, kept, nothing, owned, running_guest,
+    test_all,
 };
 use vmferry::destination::Received;
 use vmferry::source::{Report, SourceOutcome};
@@ -59,15 +60,6 @@ fn run_guest(
         reports.push(report.clone());
     });
     Run { outcome, received, reports, cuts_left: cutter.left() }
-}
-
-fn given(outcome: SourceOutcome<SourceGuest>) -> (SourceGuest, SourceStats) {
-    match outcome {
-        SourceOutcome::Given { vm, stats } => (vm, *stats),
-        SourceOutcome::Kept { error, stats, .. } => {
-            panic!("{}: {stats:?}", vmferry::chain(&error))
-        }
-    }
 }
 
 /// Checks that both memories are equal, the guest runs on, and resent data is reported.

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::support::cutter::{Channels, Cut, Cutter};
 use crate::support::streamer::{Plan, Streamer};
 use crate::support::taker::Taker;
-use crate::support::{Scenario, kept, nothing, owned};
+use crate::support::{Scenario, given, kept, nothing, owned};
 use vmferry::config::WhenStuck;
 use vmferry::config::compression::CompressionWay;
 use vmferry::config::{BandwidthCap, ConfigError, RoundLimit};
@@ -24,13 +24,8 @@ fn scenario() -> Scenario {
 }
 
 /// Checks that both ends have the same bytes, and the guest runs at one of them.
-fn assert_arrived(
-    (outcome, received): (SourceOutcome<Streamer>, Received<Taker>),
-) -> Box<SourceStats> {
-    let (vm, stats) = match outcome {
-        SourceOutcome::Given { vm, stats } => (vm, stats),
-        SourceOutcome::Kept { error, .. } => panic!("{}", vmferry::chain(&error)),
-    };
+fn assert_arrived((outcome, received): (SourceOutcome<Streamer>, Received<Taker>)) -> SourceStats {
+    let (vm, stats) = given(outcome);
     let taker = owned(received).vm;
     let (written, taken) = (vm.written.lock().unwrap(), taker.taken.lock().unwrap());
     assert_eq!(written.len(), taken.len());
@@ -204,7 +199,7 @@ fn streams_may_close_after_the_guest_is_loaded() {
     let taker = Taker { loaded_after: Some(1 << 20), ..Taker::default() };
     let (outcome, received) =
         scenario().run_streamed(Streamer::new(Plan::default()), taker, |_| {});
-    let SourceOutcome::Given { stats, .. } = outcome else { panic!("it was kept") };
+    let (_, stats) = given(outcome);
     assert_eq!(stats.digest_match, Some(true));
     assert!(owned(received).vm.runs.load(Ordering::SeqCst));
 }

@@ -12,11 +12,13 @@ use crate::hostile::by_hand::{begin, message};
 use crate::support::cutter::{Channels, Cut, Cutter};
 use crate::support::streamer::{Plan, Streamer};
 use crate::support::taker::Taker;
-use crate::support::{DestinationGuest, PAGES, Scenario, kept, nothing, owned, running_guest};
+use crate::support::{
+    DestinationGuest, PAGES, Scenario, given, kept, nothing, owned, running_guest,
+};
 use vmferry::config::compression::CompressionWay;
 use vmferry::config::{BandwidthCap, ProtocolVersions};
 use vmferry::destination::{Received, receive};
-use vmferry::source::{SourceOutcome, migrate};
+use vmferry::source::migrate;
 use vmferry::stats::SourceStats;
 use vmferry::{ErrorClass, MigrateError};
 use vmferry_codec::Method;
@@ -35,13 +37,6 @@ fn scenario(source: &RangeInclusive<u16>, destination: &RangeInclusive<u16>) -> 
     scenario.source.protocol = ProtocolVersions::new(source.clone()).unwrap();
     scenario.destination.protocol = ProtocolVersions::new(destination.clone()).unwrap();
     scenario
-}
-
-fn given<V>(outcome: SourceOutcome<V>) -> (V, SourceStats) {
-    match outcome {
-        SourceOutcome::Given { vm, stats } => (vm, *stats),
-        SourceOutcome::Kept { error, .. } => panic!("{}", vmferry::chain(&error)),
-    }
 }
 
 /// Checks that each side knows what the version lets the other announce.

@@ -2,10 +2,11 @@
 
 use vmferry::Compared;
 use vmferry::config::ProtocolVersions;
-use vmferry::source::SourceOutcome;
 use vmferry::{ErrorClass, MigrateError};
 
-use crate::support::{DestinationGuest, PAGES, Scenario, kept, nothing, owned, running_guest};
+use crate::support::{
+    DestinationGuest, PAGES, Scenario, given, kept, nothing, owned, running_guest,
+};
 
 fn writer() -> DestinationGuest {
     DestinationGuest { load_writes: true, ..DestinationGuest::default() }
@@ -15,7 +16,7 @@ fn writer() -> DestinationGuest {
 fn verify_ignores_writes_of_the_state_load() {
     let scenario = Scenario::new();
     let (outcome, received) = scenario.run(running_guest(PAGES / 16), writer(), |_| {});
-    let SourceOutcome::Given { stats, .. } = outcome else { panic!("kept: {:?}", kept(outcome).1) };
+    let (_, stats) = given(outcome);
     assert_eq!((stats.digest_match, stats.verify_match), (Some(true), Some(true)));
     assert!(stats.verify_ms > 0.0, "{stats:?}");
     let guest = owned(received).vm.guest.unwrap();

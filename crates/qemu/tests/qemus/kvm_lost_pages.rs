@@ -2,91 +2,13 @@
 //! two that KVM writes. The guest detects each after its arrival, and `verify` detects it before
 //! the handover.
 
-use std::sync::Arc;
-use std::time::Duration;
-
 use crate::support::migrate_source;
 use vmferry::config::BandwidthCap;
-use vmferry::vmm::free_pages::FreePages;
-use vmferry::{
-    GuestDescription, HarvestGuard, MigrateError, Resume, SourceVm, StateEstimate, VmError,
-};
-use vmferry_dirty::{DirtyLog, DirtyLogError};
-use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE, PageSet, SlotId};
+use vmferry::{MigrateError, SourceVm};
+use vmferry_doubles::{FilteredLog, SourceDouble};
+use vmferry_memory::{PAGE_SIZE, PageRun, SlotId};
 use vmferry_qemu::QemuSource;
 use vmferry_qemu_lab::{Machine, Qemu, Version, World};
-
-/// A log that drops one page.
-struct ForgetfulLog {
-    log: Arc<dyn DirtyLog>,
-    page: u64,
-}
-
-impl DirtyLog for ForgetfulLog {
-    fn name(&self) -> &'static str {
-        "forgetful"
-    }
-
-    fn start(&self) -> Result<(), DirtyLogError> {
-        self.log.start()
-    }
-
-    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        self.log.collect(into)?;
-        into.bitmap_mut(SlotId(0)).clear(self.page);
-        Ok(())
-    }
-
-    fn stop(&self) -> Result<(), DirtyLogError> {
-        self.log.stop()
-    }
-}
-
-/// A QEMU that is attached with such a log.
-struct Forgetful {
-    source: QemuSource,
-    page: u64,
-}
-
-impl Resume for Forgetful {
-    fn resume(&mut self) -> Result<(), VmError> {
-        self.source.resume()
-    }
-}
-
-impl SourceVm for Forgetful {
-    fn describe(&self) -> GuestDescription {
-        self.source.describe()
-    }
-
-    fn memory(&self) -> GuestMemory {
-        self.source.memory()
-    }
-
-    fn dirty_log(&self) -> Arc<dyn DirtyLog> {
-        Arc::new(ForgetfulLog { log: self.source.dirty_log(), page: self.page })
-    }
-
-    fn pause(&mut self) -> Result<Duration, VmError> {
-        self.source.pause()
-    }
-
-    fn save(&mut self) -> Result<GuestBytes, VmError> {
-        self.source.save()
-    }
-
-    fn state_estimate(&self) -> StateEstimate {
-        self.source.state_estimate()
-    }
-
-    fn begin_harvest(&mut self) -> Result<Box<dyn HarvestGuard + '_>, VmError> {
-        self.source.begin_harvest()
-    }
-
-    fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {
-        self.source.free_pages()
-    }
-}
 
 /// The guest's workload, and the address of the first page that it rewrites.
 const WORKLOAD: &str = "fill=8,incompressible hot=8";
@@ -107,10 +29,12 @@ fn move_without(
     let moved = migrate_source(world, 1, there, |config| {
         config.verify = verify;
         config.max_bandwidth = Some(BandwidthCap::new(SLOW).unwrap());
-        let page = address / PAGE_SIZE as u64;
-        Forgetful { source: QemuSource::attach(&here.qmp).unwrap(), page }
+        let source = QemuSource::attach(&here.qmp).unwrap();
+        let lost = PageRun { slot: SlotId(0), first: address / PAGE_SIZE as u64, pages: 1 };
+        let log = FilteredLog::losing(source.dirty_log(), lost);
+        SourceDouble::with_log(source, log)
     });
-    moved.map(|(vm, _)| drop(vm.source.quit().unwrap()))
+    moved.map(|(vm, _)| drop(vm.vm.quit().unwrap()))
 }
 
 #[test]

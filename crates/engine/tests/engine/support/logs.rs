@@ -1,42 +1,9 @@
-//! Dirty logs that are broken, or as strict as their contract allows.
+//! A dirty log that is as strict as its contract allows.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 
 use vmferry_dirty::{DirtyLog, DirtyLogError, UffdLog};
 use vmferry_memory::{GuestMemory, PageSet, SlotId};
-
-/// A broken dirty log that loses one page of the last harvest.
-pub struct ForgetfulLog {
-    pub log: UffdLog,
-    /// Loses a page from then on.
-    pub armed: Arc<AtomicBool>,
-}
-
-impl DirtyLog for ForgetfulLog {
-    fn name(&self) -> &'static str {
-        "forgetful"
-    }
-
-    fn start(&self) -> Result<(), DirtyLogError> {
-        self.log.start()
-    }
-
-    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        self.log.collect(into)?;
-        if self.armed.load(Ordering::Acquire) {
-            let first = into.bitmap(SlotId(0)).runs().next();
-            if let Some((page, _)) = first {
-                into.bitmap_mut(SlotId(0)).clear(page);
-            }
-        }
-        Ok(())
-    }
-
-    fn stop(&self) -> Result<(), DirtyLogError> {
-        self.log.stop()
-    }
-}
 
 /// A log that sees writes to a harvested page only once it was re-armed, as the contract of
 /// [`DirtyLog::rearm`] allows. No real log is as hard on the engine.

@@ -20,18 +20,19 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 pub use guest::{Guest, PAGES, address};
-use logs::ForgetfulLog;
 use streamer::Streamer;
 use vmferry::config::RoundLimit;
 use vmferry::destination::{Owned, Received, Stop, receive};
 use vmferry::source::{Orders, Report, SourceOutcome, migrate, migrate_streamed};
+use vmferry::stats::SourceStats;
 use vmferry::vmm::free_pages::FreePages;
 use vmferry::{
     DestinationConfig, DestinationVm, GuestDescription, Landing, PrepareError, Resume,
     SourceConfig, SourceVm, VmError,
 };
 use vmferry_dirty::{DirtyLog, UffdLog};
-use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind};
+use vmferry_doubles::FilteredLog;
+use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind, SlotId};
 use vmferry_net_lab::{Namespaces, enter};
 use vmferry_transport::{Address, Dialer, Listener, TlsIdentity};
 use vmferry_wire::GuestIdentity;
@@ -239,8 +240,15 @@ impl Scenario {
         mut vm: SourceGuest,
     ) -> (SourceOutcome<SourceGuest>, Received<DestinationGuest>) {
         let armed = Arc::new(AtomicBool::new(false));
-        let log = UffdLog::new(&vm.memory()).unwrap();
-        vm.log = Arc::new(ForgetfulLog { log, armed: Arc::clone(&armed) });
+        let loses = Arc::clone(&armed);
+        vm.log = FilteredLog::new(vm.dirty_log(), move |dirty| {
+            let pages = dirty.bitmap_mut(SlotId(0));
+            if loses.load(Ordering::Acquire)
+                && let Some((first, _)) = pages.runs().next()
+            {
+                pages.clear(first);
+            }
+        });
         let guest = vm.guest.clone();
         self.run(vm, DestinationGuest::default(), |report| {
             // The loss of a page that was only written before it was copied would not be noticed.
@@ -289,6 +297,15 @@ impl Scenario {
             let dialer = Dialer::new(self.dial.clone().unwrap_or(bound), identity);
             (send(&dialer), receiving.join().unwrap())
         })
+    }
+}
+
+pub fn given<V>(outcome: SourceOutcome<V>) -> (V, SourceStats) {
+    match outcome {
+        SourceOutcome::Given { vm, stats } => (vm, *stats),
+        SourceOutcome::Kept { error, stats, .. } => {
+            panic!("kept: {}: {stats:?}", vmferry::chain(&error))
+        }
     }
 }
 

@@ -1,8 +1,8 @@
 //! The dirty logs of a machine.
 
-use vmferry_dirty::DirtyLogError;
+use vmferry_doubles::FilteredLog;
 use vmferry_kit::HugePages;
-use vmferry_memory::PAGE_SIZE;
+use vmferry_memory::{PAGE_SIZE, PageRun};
 
 use super::*;
 
@@ -102,42 +102,18 @@ fn ring_log_needs_a_machine_with_rings() {
     assert!(error.contains("dirty-log") && error.contains("without dirty rings"), "{error}");
 }
 
-/// A log that misses all writes to the workload's memory. It keeps the guest's stacks, because
-/// without them the guest may crash before it can report.
-struct LogWithoutWorkload(Arc<dyn DirtyLog>);
-
-impl DirtyLog for LogWithoutWorkload {
-    fn name(&self) -> &'static str {
-        self.0.name()
-    }
-
-    fn start(&self) -> Result<(), DirtyLogError> {
-        self.0.start()
-    }
-
-    fn collect(&self, into: &mut PageSet) -> Result<(), DirtyLogError> {
-        const FIRST: u64 = 16 * MIB / PAGE_SIZE as u64;
-        self.0.collect(into)?;
-        let pages = into.bitmap_mut(SlotId(0));
-        pages.clear_run(FIRST, pages.pages() - FIRST);
-        Ok(())
-    }
-
-    fn rearm(&self, slot: SlotId, first_word: usize, words: &[u64]) -> Result<(), DirtyLogError> {
-        self.0.rearm(slot, first_word, words)
-    }
-
-    fn stop(&self) -> Result<(), DirtyLogError> {
-        self.0.stop()
-    }
-}
-
 #[test]
 fn guest_detects_a_dirty_log_that_misses_writes() {
     for kind in KINDS {
         let config = config(kind, 2, WORKLOAD);
-        let (_, report) =
-            migrate(&config, |machine| Arc::new(LogWithoutWorkload(machine.dirty_log().unwrap())));
+        let (_, report) = migrate(&config, |machine| {
+            // All writes to the workload's memory are lost. The log keeps the guest's stacks,
+            // because without them the guest may crash before it can report.
+            let slot = SlotId(0);
+            let first = 16 * MIB / PAGE_SIZE as u64;
+            let pages = machine.memory().slot(slot).unwrap().pages() - first;
+            FilteredLog::losing(machine.dirty_log().unwrap(), PageRun { slot, first, pages })
+        });
         assert!(report.corruptions > 100, "{kind}: {report:?}");
     }
     let config = config(GuestKind::Kvm, 2, WORKLOAD);

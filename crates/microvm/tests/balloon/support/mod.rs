@@ -7,11 +7,9 @@ use parking_lot::Mutex;
 use vmferry::destination::{Received, Stop, receive};
 use vmferry::source::{Orders, SourceOutcome, migrate};
 use vmferry::stats::SourceStats;
-use vmferry::{
-    DestinationConfig, DestinationVm, GuestDescription, Landing, PrepareError, SourceConfig,
-    VmError,
-};
+use vmferry::{DestinationConfig, SourceConfig, VmError};
 use vmferry_dirty::{LogChoice, SoftwareWay};
+use vmferry_doubles::DestinationDouble;
 use vmferry_kit::need_kvm;
 use vmferry_memory::{GuestMemory, MemoryKind, PageRun, whole_hash_except};
 use vmferry_microvm::account::FreeAccount;
@@ -85,43 +83,25 @@ pub fn account(memory: &GuestMemory) -> FreeAccount {
 }
 
 /// A destination that compares the memory on both sides before it runs the guest.
-struct ComparingMachine {
-    incoming: IncomingMachine,
-    source: SharedMachine,
+type ComparingMachine = DestinationDouble<IncomingMachine>;
+
+/// Whether all used pages are equal on both sides. The source's guest is paused, and stays so.
+fn are_equal(
+    source: &SharedMachine,
+    incoming: &IncomingMachine,
     damage: Damage,
-    /// Whether all used pages were equal on both sides before the guest ran.
-    equal: Arc<Mutex<Option<bool>>>,
-}
-
-impl DestinationVm for ComparingMachine {
-    fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
-        self.incoming.prepare(guest)
+) -> Result<bool, VmError> {
+    let here = with(source, |machine| machine.memory().clone());
+    let there = incoming.machine.as_ref().ok_or("no machine")?;
+    let there = with(there, |machine| machine.memory().clone());
+    let free = account(&here).pages;
+    if damage == Damage::OnePage {
+        let mut in_use = here.populated()?;
+        in_use.subtract(&free);
+        let run = in_use.runs().last().ok_or("nothing is in use")?;
+        there.zero(PageRun { pages: 1, ..run })?;
     }
-
-    fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
-        self.incoming.load(state)
-    }
-
-    fn discard(&mut self) {
-        self.incoming.discard();
-    }
-
-    /// Compares the memories. The source's guest remains paused from now on.
-    fn run(&mut self) -> Result<(), VmError> {
-        let here = with(&self.source, |machine| machine.memory().clone());
-        let there = self.incoming.machine.as_ref().ok_or("no machine")?;
-        let there = with(there, |machine| machine.memory().clone());
-        let free = account(&here).pages;
-        if self.damage == Damage::OnePage {
-            let mut in_use = here.populated()?;
-            in_use.subtract(&free);
-            let run = in_use.runs().last().ok_or("nothing is in use")?;
-            there.zero(PageRun { pages: 1, ..run })?;
-        }
-        let equal = whole_hash_except(&here, &free)? == whole_hash_except(&there, &free)?;
-        *self.equal.lock() = Some(equal);
-        self.incoming.run()
-    }
+    Ok(whole_hash_except(&here, &free)? == whole_hash_except(&there, &free)?)
 }
 
 /// Whether the destination damages the guest's memory before the comparison.
@@ -164,7 +144,7 @@ pub fn move_on(
     };
     let Received::Owns(owned) = attempt.received else { panic!("no guest came") };
     let equal = attempt.equal.lock().take().expect("both memories were compared");
-    Moved { machine: owned.vm.incoming.machine.expect("a machine"), stats, equal }
+    Moved { machine: owned.vm.vm.machine.expect("a machine"), stats, equal }
 }
 
 /// Tries to migrate a guest. `meanwhile` runs during the migration and may give orders.
@@ -190,12 +170,12 @@ pub fn attempt(
     };
     receiving.timeouts.silence = PATIENCE;
     let equal = Arc::new(Mutex::new(None));
-    let incoming = ComparingMachine {
-        incoming: IncomingMachine { memory_kind: kind, dirty_log: log, ..Default::default() },
-        source: Arc::clone(source),
-        damage,
-        equal: Arc::clone(&equal),
-    };
+    let incoming = IncomingMachine { memory_kind: kind, dirty_log: log, ..Default::default() };
+    let (here, compared) = (Arc::clone(source), Arc::clone(&equal));
+    let incoming = DestinationDouble::before_run(incoming, move |incoming| {
+        *compared.lock() = Some(are_equal(&here, incoming, damage)?);
+        Ok(())
+    });
     let machine = MigratingMachine::new(Arc::clone(source)).unwrap();
     let orders = Orders::new();
     let (outcome, received) = std::thread::scope(|scope| {
