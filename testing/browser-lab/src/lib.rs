@@ -7,13 +7,13 @@
 
 #![forbid(unsafe_code)]
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
-use std::sync::OnceLock;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
+use vmferry_kit::packages;
 
 /// The measurements of the lab's page.
 #[derive(Debug, Deserialize)]
@@ -142,7 +142,7 @@ fn url(path: &Path) -> String {
 
 /// Runs the browser to its end.
 fn browse(arguments: &[&str]) -> Output {
-    let root = packages().join("chromium/usr/lib");
+    let root = packages("browser").join("chromium/usr/lib");
     let libraries = root.join("x86_64-linux-gnu");
     // PulseAudio's private library is in a directory of its own, and Chromium links to it.
     let path = format!("{0}:{0}/pulseaudio", libraries.display());
@@ -164,25 +164,11 @@ fn browse(arguments: &[&str]) -> Output {
         .arg(format!("--user-data-dir={}", profile.path().display()))
         .args(arguments)
         .env("LD_LIBRARY_PATH", path)
-        .env("FONTCONFIG_FILE", packages().join("fonts.conf"))
+        .env("FONTCONFIG_FILE", packages("browser").join("fonts.conf"))
         .env("HOME", profile.path())
         .output()
         .unwrap();
     let told = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "the browser failed: {}: {told}", output.status);
     output
-}
-
-/// Where `scripts/setup-tests` has unpacked the packages.
-fn packages() -> &'static Path {
-    static FOUND: OnceLock<PathBuf> = OnceLock::new();
-    FOUND.get_or_init(|| {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
-        let packages = root.join("target/browser");
-        assert!(
-            packages.join("done").exists(),
-            "run `make setup-tests` first: {packages:?} is not there"
-        );
-        packages
-    })
 }

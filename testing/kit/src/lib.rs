@@ -6,12 +6,28 @@
 mod huge_pages;
 pub mod relay;
 
+use std::path::{Path, PathBuf};
+
 pub use huge_pages::HugePages;
+
+/// Where `scripts/setup-tests` has unpacked the packages of a lab: `qemu` or `browser`.
+///
+/// # Panics
+/// If it has not.
+pub fn packages(lab: &str) -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
+    let packages = root.join("target").join(lab);
+    assert!(
+        packages.join("done").exists(),
+        "run `make setup-tests` first: {packages:?} is not there"
+    );
+    packages
+}
 
 /// Fails without `/dev/kvm`.
 ///
 /// # Panics
 /// If there is no `/dev/kvm`.
 pub fn need_kvm() {
-    assert!(std::path::Path::new("/dev/kvm").exists(), "this test needs /dev/kvm");
+    assert!(Path::new("/dev/kvm").exists(), "this test needs /dev/kvm");
 }

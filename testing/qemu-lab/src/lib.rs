@@ -45,18 +45,10 @@ impl Version {
     }
 }
 
-/// Where `scripts/setup-tests` has unpacked the packages.
+/// Where the packages are unpacked.
 fn packages() -> &'static Path {
     static FOUND: OnceLock<PathBuf> = OnceLock::new();
-    FOUND.get_or_init(|| {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize().unwrap();
-        let packages = root.join("target/qemu");
-        assert!(
-            packages.join("done").exists(),
-            "run `make setup-tests` first: {packages:?} is not there"
-        );
-        packages
-    })
+    FOUND.get_or_init(|| vmferry_kit::packages("qemu"))
 }
 
 /// A directory for one test's sockets and files; its memory files are on a tmpfs.

@@ -186,7 +186,7 @@ impl DestinationHost {
             && let Some(session) = &self.session
             && let Some(control) = session.links.get(&LinkId::CONTROL)
         {
-            send(network, *control, &ControlMessage::Ping { nonce: 0 });
+            network.say(*control, Host::Source, &ControlMessage::Ping { nonce: 0 });
         }
     }
 
@@ -348,10 +348,4 @@ fn step_of(action: &Action) -> Option<Step> {
         Action::Run => Some(Step::Run),
         _ => None,
     }
-}
-
-fn send(network: &mut Network, channel: ChannelId, message: &ControlMessage) -> bool {
-    let mut bytes = Vec::new();
-    message.encode(network.protocol, &mut bytes);
-    network.send(channel, Host::Source, message.name(), bytes)
 }

@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use vmferry_handover::journal::{Journal, JournalError, Record, Side, decode};
 use vmferry_wire::SessionId;
 
+use crate::guest::identity;
 use crate::plan::WriteFault;
 
 /// One host's disk, which outlives the host's processes. Clones are the same disk.
@@ -51,16 +52,24 @@ impl Disk {
         std::mem::take(&mut self.state.lock().crash)
     }
 
-    /// Creates a session's journal.
+    /// Creates the journal of a session with `peer`, and writes its first record.
     ///
     /// # Errors
-    /// If the journal exists.
-    pub fn create(&self, session: SessionId) -> Result<SimJournal, JournalError> {
-        let mut state = self.state.lock();
-        if state.files.insert(session.0, Vec::new()).is_some() {
+    /// If the journal exists, or the write fails.
+    pub fn create(&self, session: SessionId, peer: &str) -> Result<SimJournal, JournalError> {
+        if self.state.lock().files.insert(session.0, Vec::new()).is_some() {
             return Err(JournalError::Exists { path: path() });
         }
-        Ok(SimJournal { disk: self.clone(), session, poisoned: false })
+        let mut journal = SimJournal { disk: self.clone(), session, poisoned: false };
+        journal.append(&Record::Open {
+            guest: identity(),
+            peer: peer.to_owned(),
+            peer_names: Vec::new(),
+            at: 0,
+            order: 0,
+            process: None,
+        })?;
+        Ok(journal)
     }
 
     /// Opens a session's journal as a restarted process does.

@@ -11,12 +11,18 @@ use fastrand::Rng;
 use parking_lot::{Mutex, MutexGuard};
 use vmferry::VmError;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
+use vmferry_wire::GuestIdentity;
 
 use self::balloon::Balloon;
 pub use self::vm::Vm;
 use self::write_log::WriteLog;
 use crate::host::Host;
 use crate::plan::VmCall;
+
+/// The guest's name.
+pub fn identity() -> GuestIdentity {
+    GuestIdentity { uuid: uuid::Uuid::from_u128(9), name: "simulated".into() }
+}
 
 /// The guest's memory: several stripes of each lane, of which few pages are ever used.
 pub fn layout() -> Vec<SlotLayout> {

@@ -7,6 +7,7 @@ use std::time::Duration;
 use fastrand::Rng;
 use vmferry::MigrateError;
 use vmferry::machine::{destination, source};
+use vmferry_wire::ControlMessage;
 
 use crate::dial::Dial;
 use crate::host::Host;
@@ -220,6 +221,13 @@ impl Network {
     pub fn open(&mut self) -> ChannelId {
         self.channels.push(Channel::default());
         self.channels.len() - 1
+    }
+
+    /// Sends a control message to a host, as [`send`](Self::send).
+    pub fn say(&mut self, id: ChannelId, to: Host, message: &ControlMessage) -> bool {
+        let mut bytes = Vec::new();
+        message.encode(self.protocol, &mut bytes);
+        self.send(id, to, message.name(), bytes)
     }
 
     /// Sends bytes to a host. Returns `false` if the sender knows that the channel has ended.

@@ -14,7 +14,7 @@ use vmferry::machine::source::Source;
 use vmferry::machine::source::io::{Action, Ending, Input, Report};
 use vmferry::{MigrateError, SourceConfig, SourceVm};
 use vmferry_handover::SourceState;
-use vmferry_handover::journal::{Journal, Record};
+use vmferry_handover::journal::Record;
 use vmferry_wire::{ControlMessage, Role, SessionWord, Token};
 
 use self::link_record::LinkRecord;
@@ -83,21 +83,7 @@ impl SourceHost {
             absence: Absence::new(Host::Source, sabotage),
         };
         let vm = host.guest.attach();
-        let journal = host.disk.create(host.config.session).and_then(|mut journal| {
-            let guest = vm.describe().identity;
-            let peer = "destination".to_owned();
-            let peer_names = Vec::new();
-            journal.append(&Record::Open {
-                guest,
-                peer,
-                peer_names,
-                at: 0,
-                order: 0,
-                process: None,
-            })?;
-            Ok(journal)
-        });
-        match journal {
+        match host.disk.create(host.config.session, "destination") {
             Ok(journal) => {
                 let config = host.config.clone();
                 let protocol = network.protocol;
@@ -253,7 +239,7 @@ impl SourceHost {
         if self.absence.says_that_it_lives(process, network)
             && let Some(control) = self.process.as_ref().and_then(|process| process.control)
         {
-            send(network, control, &ControlMessage::Ping { nonce: 0 });
+            network.say(control, Host::Destination, &ControlMessage::Ping { nonce: 0 });
         }
     }
 
@@ -386,12 +372,6 @@ fn step_of(action: &Action) -> Option<Step> {
         Action::WriteCommit => Some(Step::WriteCommit),
         _ => None,
     }
-}
-
-fn send(network: &mut Network, channel: ChannelId, message: &ControlMessage) -> bool {
-    let mut bytes = Vec::new();
-    message.encode(network.protocol, &mut bytes);
-    network.send(channel, Host::Destination, message.name(), bytes)
 }
 
 /// The first part of a text, for one line of a trace.

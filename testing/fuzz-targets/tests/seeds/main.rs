@@ -1,8 +1,9 @@
 //! Runs the seeds of the fuzz targets, so that what fuzzing has covered stays covered without a
 //! fuzzer; and checks the seeds themselves, which `write_the_seeds` generates.
 
-/// The tests of a target whose module has `seeds()`, and of whose seeds `places` places are
-/// damaged. Seeds whose names `differs` selects have other content each time.
+/// The tests of a target whose module has `seeds()`, or of several with the seeds that each names.
+/// `places` places of each seed are damaged. Seeds whose names `differs` selects have other content
+/// each time.
 macro_rules! seed_tests {
     ($target:ident, places: $places:literal, differs: $differs:expr) => {
         #[test]
@@ -27,6 +28,18 @@ macro_rules! seed_tests {
             crate::replay::write(stringify!($target), seeds());
         }
     };
+    (places: $places:literal, differs: $differs:expr, $($target:ident: $seeds:expr),+) => {$(
+        mod $target {
+            use super::*;
+            use vmferry_fuzz_targets::$target;
+
+            seed_tests!($target, places: $places, differs: $differs);
+
+            fn seeds() -> Vec<(String, Vec<u8>)> {
+                $seeds
+            }
+        }
+    )+};
 }
 
 mod balloon;

@@ -11,7 +11,7 @@ use vmferry_wire::{
     SessionId, SessionWord, common_version,
 };
 
-use super::{DestinationHost, send};
+use super::DestinationHost;
 use crate::host::Host;
 use crate::network::{ChannelId, Event, Network};
 use crate::plan::Sabotage;
@@ -104,7 +104,7 @@ impl DestinationHost {
         }
         if let Some(word) = self.recovered_word(session, network) {
             network.note(|| format!("destination: its journal says {word:?}"));
-            send(network, channel, &ControlMessage::Answer { session, word });
+            network.say(channel, Host::Source, &ControlMessage::Answer { session, word });
         }
         network.close(channel, Host::Destination);
     }

@@ -10,7 +10,6 @@ use vmferry_codec::Decompressors;
 use vmferry_wire::{ControlMessage, Hello, HelloStatus};
 
 use super::lane::Lane;
-use super::send;
 use super::session::Session;
 use crate::guest::Guest;
 use crate::host::Host;
@@ -94,7 +93,7 @@ impl Session {
         let Some(control) = self.links.get(&LinkId::CONTROL) else { return };
         for (&lane, at) in &self.lanes {
             let sequence = at.progress.placed();
-            send(network, *control, &ControlMessage::Placed { lane, sequence });
+            network.say(*control, Host::Source, &ControlMessage::Placed { lane, sequence });
         }
     }
 
@@ -151,7 +150,7 @@ impl Session {
         }
         let placed = lane.progress.finished(&header);
         if let (Some(sequence), Some(control)) = (placed.acknowledge, control) {
-            send(network, control, &ControlMessage::Placed { lane: number, sequence });
+            network.say(control, Host::Source, &ControlMessage::Placed { lane: number, sequence });
         }
         placed.ended.map(|sequence| Input::LaneEnded { lane: number, sequence })
     }

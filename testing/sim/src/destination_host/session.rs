@@ -14,7 +14,6 @@ use vmferry_memory::{GuestMemory, whole_hash_except};
 use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionId, Token};
 
 use super::lane::Lane;
-use super::send;
 use crate::disk::{Disk, SimJournal};
 use crate::guest::Vm;
 use crate::host::Host;
@@ -145,7 +144,7 @@ impl Session {
         network: &mut Network,
     ) -> Option<Input> {
         let channel = *self.links.get(&link)?;
-        if send(network, channel, message) {
+        if network.say(channel, Host::Source, message) {
             return None;
         }
         self.links.remove(&link);
@@ -156,24 +155,7 @@ impl Session {
     }
 
     fn open(&mut self, session: SessionId, disk: &Disk) -> Result<(), MigrateError> {
-        let opened = disk.create(session).and_then(|mut journal| {
-            let guest = vmferry_wire::GuestIdentity {
-                uuid: uuid::Uuid::from_u128(9),
-                name: "simulated".into(),
-            };
-            let peer = "source".to_owned();
-            let peer_names = Vec::new();
-            journal.append(&Record::Open {
-                guest,
-                peer,
-                peer_names,
-                at: 0,
-                order: 0,
-                process: None,
-            })?;
-            Ok(journal)
-        });
-        match opened {
+        match disk.create(session, "source") {
             Ok(journal) => {
                 self.journal = Some(journal);
                 Ok(())

@@ -9,10 +9,9 @@ use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, So
 use vmferry_codec::{CompressError, Compressors};
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind, PAGE_SIZE};
-use vmferry_wire::GuestIdentity;
 
 use super::balloon::Balloon;
-use super::{FREE, Guest, OPTION_ROM, State, layout};
+use super::{FREE, Guest, OPTION_ROM, State, identity, layout};
 use crate::plan::VmCall;
 
 /// The VMM, as seen by one process of its host.
@@ -55,7 +54,7 @@ impl Resume for Vm {
 impl SourceVm for Vm {
     fn describe(&self) -> GuestDescription {
         GuestDescription {
-            identity: GuestIdentity { uuid: uuid::Uuid::from_u128(9), name: "simulated".into() },
+            identity: identity(),
             vmm: "simulated".into(),
             config: Vec::new(),
             layout: layout(),

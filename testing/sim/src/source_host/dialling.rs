@@ -11,7 +11,7 @@ use vmferry_wire::{
     SessionWord, Token,
 };
 
-use super::{Process, SourceHost, send};
+use super::{Process, SourceHost};
 use crate::dial::Dial;
 use crate::host::Host;
 use crate::network::{ChannelId, Event, Network};
@@ -89,7 +89,7 @@ impl Process {
                 self.control = Some(channel);
                 let message = ControlMessage::Query { session: self.session };
                 let broken = std::io::ErrorKind::BrokenPipe.into();
-                (!send(network, channel, &message))
+                (!network.say(channel, Host::Destination, &message))
                     .then(|| Input::LinkLost(lost("query", "asking", &broken)))
             }
         }

@@ -19,7 +19,6 @@ use vmferry_wire::{ControlMessage, Role, SessionId, Token};
 
 use super::dialling::Dialling;
 use super::lanes::Lane;
-use super::send;
 use crate::disk::SimJournal;
 use crate::guest::{Guest, Vm};
 use crate::host::Host;
@@ -132,7 +131,9 @@ impl Process {
                 None
             }
             Action::Send(message) => {
-                let sent = self.control.is_none_or(|channel| send(network, channel, &message));
+                let sent = self
+                    .control
+                    .is_none_or(|channel| network.say(channel, Host::Destination, &message));
                 let phase = self.machine.phase_name();
                 let end = || lost("control", phase, &std::io::ErrorKind::BrokenPipe.into());
                 (!sent && !self.machine.handover().is_final()).then(|| Input::LinkLost(end()))

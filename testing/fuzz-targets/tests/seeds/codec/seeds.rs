@@ -10,20 +10,14 @@ use vmferry_memory::{GuestBytes, PAGE_SIZE, PageRun, SlotId};
 
 use vmferry_fuzz_targets::world::{World, base_page, noise, read_all};
 
-/// A target's seeds with their names.
-pub fn seeds(target: &str) -> Vec<(String, Vec<u8>)> {
-    match target {
-        "delta" => deltas(),
-        "frame" => frames(),
-        // These targets take choices: any bytes are valid.
-        _ => (0..24)
-            .map(|seed| (format!("choices-{seed:02}"), noise(seed, 60 + 12 * seed as usize)))
-            .collect(),
-    }
+/// For targets that take choices: any bytes are valid.
+pub fn choices() -> Vec<(String, Vec<u8>)> {
+    let choices = |seed| (format!("choices-{seed:02}"), noise(seed, 60 + 12 * seed as usize));
+    (0..24).map(choices).collect()
 }
 
 /// The page to change, and the records that change it.
-fn deltas() -> Vec<(String, Vec<u8>)> {
+pub fn deltas() -> Vec<(String, Vec<u8>)> {
     let changes: [(&str, &[(usize, usize)]); 8] = [
         ("nothing", &[]),
         ("a-byte", &[(5, 1)]),
@@ -108,7 +102,7 @@ fn text(page: u64) -> Vec<u8> {
     format!("new page {page}, ").bytes().cycle().take(PAGE_SIZE).collect()
 }
 
-fn frames() -> Vec<(String, Vec<u8>)> {
+pub fn frames() -> Vec<(String, Vec<u8>)> {
     let methods = [
         ("raw", None),
         ("lz4", Some(Method::lz4())),
