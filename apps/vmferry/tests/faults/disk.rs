@@ -173,7 +173,7 @@ impl Scene {
         assert_eq!((here.runs, there.runs), (owner == Owner::Source, owner == Owner::Destination));
         let left = left(self.world.directory.path(), &[&self.a, &self.b], &[living], &[]);
         assert!(left.is_empty(), "{fault}, {phase}: {left:#?}");
-        let source = format!("exit {}", sent.code.unwrap());
+        let source = sent.in_words();
         let destination = received.to_owned();
         Outcome { guest: "microvm", fault, phase, source, destination, owner }.note();
     }
@@ -198,10 +198,6 @@ fn names(bytes: u64) -> Vec<String> {
     names
 }
 
-fn exit(ended: &Ended) -> String {
-    format!("exit {}", ended.code.unwrap())
-}
-
 /// Too little for any record.
 const NOTHING: u64 = 12;
 
@@ -222,7 +218,7 @@ fn full_disk_at_the_source_breaks_no_promise() {
     let received = destination.finish();
     assert_ne!(received.code, Some(0));
     assert!(scene.here.journals().is_empty(), "{:?}", scene.here.journals());
-    scene.stays("source: disk full", "OPEN", &sent, &exit(&received));
+    scene.stays("source: disk full", "OPEN", &sent, &received.in_words());
     scene.here.free();
 
     // COMMIT: it was never sent.
@@ -235,7 +231,7 @@ fn full_disk_at_the_source_breaks_no_promise() {
     assert!(!sent.lines.iter().any(|event| event["event"] == "committed"), "{sent:?}");
     let received = destination.finish();
     assert_ne!(received.code, Some(0));
-    scene.stays("source: disk full", "COMMIT", &sent, &exit(&received));
+    scene.stays("source: disk full", "COMMIT", &sent, &received.in_words());
     assert_eq!(claim(&scene.a).verdict.as_deref(), Some("here"));
 
     // KEPT informs operators only: the guest runs here without it.
@@ -245,10 +241,9 @@ fn full_disk_at_the_source_breaks_no_promise() {
     send.event("connected");
     scene.here.fill();
     run_ok(&scene.a, &["cancel", "web"]);
-    let sent = send.finish();
-    assert_eq!(sent.code, Some(11), "{sent:?}");
+    let sent = send.finish().exited(11);
     let received = destination.finish();
-    scene.stays("source: disk full", "KEPT", &sent, &exit(&received));
+    scene.stays("source: disk full", "KEPT", &sent, &received.in_words());
     scene.here.free();
 
     // GIVEN informs operators too. But COMMIT without GIVEN reads as doubt until the other host's
@@ -262,9 +257,8 @@ fn full_disk_at_the_source_breaks_no_promise() {
     send.event("connected");
     scene.here.fill();
     destination.event("serving");
-    let sent = send.finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
-    assert_eq!(scene.guest.finish_by_ref().code, Some(0));
+    let sent = send.finish().exited(0);
+    scene.guest.finish_by_ref().exited(0);
     scene.b.check_guest("web");
     let pid = destination.child.id();
     let mut descriptors = of_a_destination();
@@ -295,7 +289,7 @@ fn full_disk_at_the_destination_breaks_no_promise() {
     let received = destination.finish();
     received.failed(1, "writable and not full");
     assert!(scene.there.journals().is_empty(), "{:?}", scene.there.journals());
-    scene.stays("destination: disk full", "OPEN", &sent, &exit(&received));
+    scene.stays("destination: disk full", "OPEN", &sent, &received.in_words());
     scene.there.free();
 
     // ABORTED: no answer is given, and the next process gives it.
@@ -304,11 +298,10 @@ fn full_disk_at_the_destination_breaks_no_promise() {
     send.event("connected");
     scene.there.fill();
     run_ok(&scene.a, &["cancel", "web"]);
-    let sent = send.finish();
-    assert_eq!(sent.code, Some(11), "{sent:?}");
+    let sent = send.finish().exited(11);
     let received = destination.finish();
     received.failed(1, "writable and not full");
-    scene.stays("destination: disk full", "ABORTED", &sent, &exit(&received));
+    scene.stays("destination: disk full", "ABORTED", &sent, &received.in_words());
     assert_eq!(claim(&scene.b).verdict.as_deref(), Some("there"), "the guest never ran there");
     scene.there.free();
 
@@ -327,7 +320,7 @@ fn full_disk_at_the_destination_breaks_no_promise() {
     let sent = send.finish();
     sent.failed(1, "ABORTED");
     successor.kill();
-    let received = format!("{}, started again", exit(&received));
+    let received = format!("{}, started again", received.in_words());
     scene.stays("destination: disk full", "RUN-INTENT", &sent, &received);
 }
 
@@ -342,7 +335,7 @@ fn read_only_or_removed_directory_breaks_no_promise() {
     sent.failed(1, "writable and not full");
     let received = destination.finish();
     scene.here.set_writable(true);
-    scene.stays("source: disk read-only", "OPEN", &sent, &exit(&received));
+    scene.stays("source: disk read-only", "OPEN", &sent, &received.in_words());
 
     scene.there.set_writable(false);
     let (destination, address) = scene.receive(&tls);
@@ -351,7 +344,7 @@ fn read_only_or_removed_directory_breaks_no_promise() {
     let received = destination.finish();
     received.failed(1, "writable and not full");
     scene.there.set_writable(true);
-    scene.stays("destination: disk read-only", "OPEN", &sent, &exit(&received));
+    scene.stays("destination: disk read-only", "OPEN", &sent, &received.in_words());
 
     // COMMIT in an unlinked file is no promise.
     let (destination, address) = scene.receive(&tls);
@@ -361,7 +354,7 @@ fn read_only_or_removed_directory_breaks_no_promise() {
     let sent = send.finish();
     sent.failed(1, "was removed or replaced");
     let received = destination.finish();
-    scene.stays("source: journals removed", "COMMIT", &sent, &exit(&received));
+    scene.stays("source: journals removed", "COMMIT", &sent, &received.in_words());
 
     // The same holds for RUN-INTENT. A host that has lost its journals does not know the session.
     let (destination, address) = scene.receive(&tls);
@@ -380,6 +373,6 @@ fn read_only_or_removed_directory_breaks_no_promise() {
     run_ok(&scene.a, &["resolve", "web", "--source-resumes", "--yes"]);
     let sent = send.finish();
     assert_ne!(sent.code, Some(0), "{sent:?}");
-    let received = format!("{}, the operator decides", exit(&received));
+    let received = format!("{}, the operator decides", received.in_words());
     scene.stays("destination: journals removed", "RUN-INTENT", &sent, &received);
 }

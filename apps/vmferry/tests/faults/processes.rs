@@ -157,8 +157,7 @@ fn source_stopped_until_it_is_given_up(phase: Phase) {
     }
     trial.release();
     // Its last message says that ABORTED was written, and why.
-    let received = trial.destination.finish_by_ref();
-    assert_eq!(received.code, Some(12), "{received:?}");
+    trial.destination.finish_by_ref().exited(12);
     let asking = trial.a.run(&["status", "web"]);
     asking.failed(15, "it is stopped or stuck");
     if phase.is(&READY) {
@@ -298,8 +297,7 @@ fn link_cut_for_longer_than_it_is_tried(phase: Phase) {
 fn link_cut_for_longer_than_the_destination_waits(phase: Phase) {
     let fault = "link: cut until the destination has written ABORTED";
     let mut trial = Trial::begin(fault, phase, "1s");
-    let received = trial.destination.finish_by_ref();
-    assert_eq!(received.code, Some(12), "{received:?}");
+    trial.destination.finish_by_ref().exited(12);
     assert_eq!(
         trial.a.status("web")["migration"]["in_doubt"],
         true,

@@ -86,7 +86,7 @@ fn resolve_decides_nothing_while_the_vmm_is_stopped() {
     let journal = find("web")["journal"].as_str().unwrap();
     assert!(journal.contains("IN DOUBT"), "{journal}");
     run_ok(&trial.a, &["quit", "other"]);
-    assert_eq!(other.finish().code, Some(0));
+    other.finish().exited(0);
     trial.guest.signal(Signal::CONT);
     trial.proxy.heal();
     trial.arrives();
@@ -131,8 +131,7 @@ fn resolve_refuses_wrong_use() {
     }
     drop(journal);
     // The same by session number, and only once.
-    let decided = resolve(&session.to_string(), "--destination-owns");
-    assert_eq!(decided.code, Some(0), "{decided:?}");
+    let decided = resolve(&session.to_string(), "--destination-owns").exited(0);
     assert_eq!(decided.last()["vmm"], "gone");
     assert_eq!(verdict(&a, session), "there");
     for word in words {
@@ -163,8 +162,7 @@ fn resolve_tells_guests_of_one_name_apart() {
 
     // The guest's VMM died in doubt, and the operator started another one. The old guest has no VMM
     // that could answer.
-    let decided = resolve("web", "--destination-owns");
-    assert_eq!(decided.code, Some(0), "{decided:?}");
+    let decided = resolve("web", "--destination-owns").exited(0);
     assert_eq!(decided.last()["vmm"], "gone");
     assert_eq!(verdict(&a, first), "there");
     resolve(&first.to_string(), "--destination-owns").failed(9, "gave the guest away");

@@ -22,8 +22,7 @@ fn balloon_is_set_and_shown() {
     let host = world.host("a");
     let _vmm = host.guest("web", &["--guest", "kvm", "--memory", "64M", "--balloon"]);
     let target = |args: &[&str]| {
-        let shown = host.run(args);
-        assert_eq!(shown.code, Some(0), "{shown:?}");
+        let shown = host.run(args).exited(0);
         shown.last()["target_bytes"].as_u64()
     };
     assert_eq!(target(&["balloon", "web"]), Some(0));

@@ -15,8 +15,7 @@ fn demo_moves_a_guest_and_reports_its_promises() {
     ] {
         let mut arguments = vec!["demo"];
         arguments.extend(flags);
-        let ended = world.host("x").run(&arguments);
-        assert_eq!(ended.code, Some(0), "{ended:?}");
+        let ended = world.host("x").run(&arguments).exited(0);
         assert_eq!(ended.lines.len(), 1, "one object and nothing else");
         let result = ended.last();
         assert_eq!(result["ok"], true, "{result}");
@@ -77,8 +76,7 @@ fn huge_idle_guest_costs_only_its_populated_pages() {
     for flags in [&["--memory-kind", "private"][..], &["--memory-kind", "memfd"]] {
         let mut arguments = vec!["demo", "--memory", "8G", "--workload", "fill=64,incompressible"];
         arguments.extend(flags);
-        let ended = world.host("x").run(&arguments);
-        assert_eq!(ended.code, Some(0), "{ended:?}");
+        let ended = world.host("x").run(&arguments).exited(0);
         let result = ended.last();
         for side in ["source_peak_rss_bytes", "destination_peak_rss_bytes"] {
             assert!(result[side].as_u64().unwrap() < 300 << 20, "{side}: {result}");

@@ -58,8 +58,7 @@ impl Machine {
     }
 
     fn status(&self, login: bool) -> Value {
-        let ended = self.run(login, &["status"]);
-        assert_eq!(ended.code, Some(0), "{ended:?}");
+        let ended = self.run(login, &["status"]).exited(0);
         ended.last().clone()
     }
 }
@@ -97,9 +96,8 @@ fn journals_of_a_migration_by_root_are_on_disk_for_any_users_guest() {
     let socket = machine.world.path("in");
     let listen = format!("unix:{}", text(&socket));
     let (_received, _) = there.receive(&["--listen", &listen]);
-    let sent = machine.run(false, &["send", "web", "--to", &listen]);
-    assert_eq!(sent.code, Some(0), "{sent:?}");
-    assert_eq!(guest.finish().code, Some(0));
+    machine.run(false, &["send", "web", "--to", &listen]).exited(0);
+    guest.finish().exited(0);
     let journals = machine.world.path("var-lib/vmferry/journal");
     let found = vmferry_handover::journal::sessions(&journals).unwrap();
     assert_eq!(found.len(), 1);
@@ -163,7 +161,7 @@ fn directory_that_others_can_reach_is_refused_with_its_reason() {
         host.run(&["run", "web", "--guest", "process"]).failed(1, words);
     };
     let mine = made(&world, "mine", 0o700);
-    assert_eq!(Host { runtime: mine.clone() }.run(&["status"]).code, Some(0));
+    Host { runtime: mine.clone() }.run(&["status"]).exited(0);
 
     refused(&made(&world, "open", 0o755), "open has mode 0755, so other users can");
     symlink(&mine, world.path("link")).unwrap();

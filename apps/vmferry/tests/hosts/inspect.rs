@@ -32,12 +32,11 @@ fn recorded(world: &World, address: &str, flags: &[&str], limit: &str) -> [Side;
     send.extend(["--downtime-limit", "1ms", "--when-stuck", "switch-over", "--max-rounds", "4"]);
     send.extend(records_here.iter().map(String::as_str));
     send.extend(flags);
-    let sent = a.run(&send);
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = a.run(&send).exited(0);
     assert_eq!(sent.last()["verify_match"], true, "{sent:?}");
-    assert_eq!(vmm.finish().code, Some(0));
+    vmm.finish().exited(0);
     next.event("serving");
-    assert_eq!(b.run(&["quit", "web"]).code, Some(0));
+    b.run(&["quit", "web"]).exited(0);
     let received = next.finish();
     [(here, sent), (there, received)].map(|(directory, ended)| {
         let events = ended.lines.into_iter().filter(|line| line["event"] == "recording").collect();

@@ -57,8 +57,7 @@ fn hold_waits_for_the_operator_and_then_moves() {
     assert!(line("vmferry_guest_memory_bytes").ends_with(" 67108864.0"), "{metrics}");
     a.run(&["estimate", "web"]).failed(7, "a migration of this guest is under way");
     run_ok(&a, &["switch-over", "web"]);
-    let sent = sender.finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = sender.finish().exited(0);
     assert_eq!(sent.last()["verify_match"], true, "{sent:?}");
     fits("SourceStats", sent.last());
     let lines = &sent.lines[..sent.lines.len() - 1];
@@ -74,7 +73,7 @@ fn hold_waits_for_the_operator_and_then_moves() {
     // The destination's events have the same session number.
     let received = receiver.event("received");
     assert_eq!((&received["session"], &received["run"]), (&run, &run), "{received}");
-    assert_eq!(vmm.finish().code, Some(0));
+    vmm.finish().exited(0);
     b.check_guest("web");
 }
 
@@ -91,10 +90,9 @@ fn limits_change_during_a_migration() {
         ["set", "web", "--max-bandwidth", "none", "--downtime-limit", "60s", "--throttle", "0"];
     let set = run_ok(&a, &set);
     assert_eq!(set, json!({ "max_bandwidth": null, "downtime_limit_ms": 60000, "throttle": 0 }));
-    let sent = sender.finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    sender.finish().exited(0);
     receiver.event("serving");
-    assert_eq!(vmm.finish().code, Some(0));
+    vmm.finish().exited(0);
     b.check_guest("web");
     b.run(&["set", "web", "--max-rounds", "3"])
         .failed(9, "no migration of this guest is under way");

@@ -34,8 +34,7 @@ fn peer_name_can_differ_from_the_address() {
     a.run(&send).failed(4, "not for 127.0.0.1");
     with("host-c.example").failed(4, "not for host-c.example");
     a.check_guest("web");
-    let sent = with("host-b.example");
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    with("host-b.example").exited(0);
     destination.event("serving");
     world.host("b").check_guest("web");
 }
@@ -78,8 +77,7 @@ fn garbage_inside_tls_is_refused() {
     answering.join().unwrap();
     a.check_guest("web");
 
-    let sent = a.run(&["send", "web", "--to", &address, "--tls", &good]);
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    a.run(&["send", "web", "--to", &address, "--tls", &good]).exited(0);
     destination.event("serving");
     world.host("b").check_guest("web");
 }

@@ -112,8 +112,7 @@ fn json_fields_stay_unchanged() {
     story.runs(&a, &["status", "web"]);
     story.runs(&a, &["set", "web", "--max-rounds", "60"]);
     story.runs(&a, &["switch-over", "web"]);
-    let sent = send.finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = send.finish().exited(0);
     let (result, events) = sent.lines.split_last().unwrap();
     story.events("send web: events", events);
     story.result("send web", result);

@@ -58,8 +58,7 @@ fn throttle_moves_a_guest_that_outruns_the_link() {
 fn throttle_is_at_most_99_percent() {
     let world = World::new();
     let demo = ["demo", "--memory", "64M", "--hot", "8M", "--transport", "unix", "--throttle"];
-    let ended = world.host("x").run(&[&demo[..], &["99"]].concat());
-    assert_eq!(ended.code, Some(0), "{ended:?}");
+    let ended = world.host("x").run(&[&demo[..], &["99"]].concat()).exited(0);
     assert_eq!(ended.last()["ok"], true, "{ended:?}");
-    assert_eq!(world.host("x").run(&[&demo[..], &["100"]].concat()).code, Some(2));
+    world.host("x").run(&[&demo[..], &["100"]].concat()).exited(2);
 }

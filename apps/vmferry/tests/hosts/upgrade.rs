@@ -46,8 +46,7 @@ fn guest_moves_with_every_pair_of_versions() {
         let link = ["--listen", "tcp:127.0.0.1:0", "--plain", "--once"];
         let (mut destination, address) = next.receive(&[&link[..], receive].concat());
         let link = ["send", "web", "--to", &address, "--plain", "--verify"];
-        let sent = host.run(&[&link[..], send].concat());
-        assert_eq!(sent.code, Some(0), "{sent:?}");
+        let sent = host.run(&[&link[..], send].concat()).exited(0);
         let stats = sent.last();
         assert_eq!((&stats["digest_match"], &stats["verify_match"]), (&json!(true), &json!(true)));
         let connected = sent.lines.iter().find(|line| line["event"] == "connected").unwrap();
@@ -56,7 +55,7 @@ fn guest_moves_with_every_pair_of_versions() {
         assert_introduced(version, stats, &received["stats"], "microvm ");
         destination.event("serving");
         next.check_guest("web");
-        assert_eq!(running.finish().code, Some(0));
+        running.finish().exited(0);
         (host, running) = (next, destination);
     }
 }
@@ -77,8 +76,7 @@ fn doubt_is_resolved_between_two_releases() {
         sending.event("in-doubt");
         proxy.heal();
         destination.event("serving");
-        let sent = sending.finish();
-        assert_eq!(sent.code, Some(0), "{sent:?}");
+        let sent = sending.finish().exited(0);
         assert_eq!(sent.last()["protocol"], *version);
         b.check_guest("web");
     }
@@ -184,8 +182,7 @@ fn qemu(way: Way) {
         let mode = if way == Way::Carried { "carried" } else { "attached" };
         let qmp = text(&scene.here.qmp).to_owned();
         let link = ["send", "--qemu", &qmp, "--mode", mode, "--to", &address, "--plain"];
-        let sent = scene.a.run(&[&link[..], send].concat());
-        assert_eq!(sent.code, Some(0), "{sent:?}");
+        let sent = scene.a.run(&[&link[..], send].concat()).exited(0);
         let received = receiving.event("received");
         assert_introduced(*version, sent.last(), &received["stats"], "QEMU 10.0");
         assert!(scene.here.child.wait().unwrap().success());

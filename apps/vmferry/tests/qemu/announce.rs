@@ -156,7 +156,7 @@ fn guest_is_announced_at_the_destination_once_it_runs() {
     // the guest runs.
     assert_eq!(there_tap.drain(), 0, "a paused guest was announced");
     proxy.release();
-    assert_eq!(send.finish().code, Some(0));
+    send.finish().exited(0);
     receiving.event("received");
     there_tap.announcement(PATIENCE_S).expect("the guest's arrival was not announced");
     let announced = 1 + there_tap.drain();

@@ -5,7 +5,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::time::Duration;
 
-use crate::support::faults::{exit, guardian_answers, note};
+use crate::support::faults::guardian_answers;
 use crate::support::outcomes::Owner;
 use crate::support::scene::{Scene, Way};
 use crate::support::stops::{Stopped, Who, guardian};
@@ -24,9 +24,7 @@ fn woken_in_time(way: Way, who: Who, moments: &[Moment]) {
     let mut scene = Scene::new(Version::V10_0, way);
     for (phase, moment) in moments {
         println!("{way:?}: {} sleeps, {phase}", who.name());
-        let (mut there, mut receiving, address) = scene.receive_tls();
-        let mut send = scene.send_tls(&address);
-        send.event_where(moment);
+        let (mut there, mut receiving, send) = scene.migrate_until(moment);
         let stopped = Stopped::now(who.pid(&scene, &there, &send, &receiving));
         // The pause is the fault itself and does not wait for an event.
         std::thread::sleep(SHORT);
@@ -37,8 +35,7 @@ fn woken_in_time(way: Way, who: Who, moments: &[Moment]) {
         assert!(scene.here.child.wait().unwrap().success());
         drop(receiving);
         let fault = format!("{}: SIGSTOP for 3 s", who.name());
-        let ends = (exit(&sent), "has the guest".into());
-        note(&mut scene, &mut there, &fault, phase, ends, Owner::Destination);
+        scene.note(&mut there, &fault, phase, (&sent, "has the guest"), Owner::Destination);
         scene.moved_to(there);
         nothing_is_left(&[&scene.a, &scene.b], &[&scene.here]);
     }
@@ -60,9 +57,7 @@ fn migration_survives_a_process_that_is_stopped_briefly() {
 /// The destination gives up, and the sender notices when it is continued.
 fn the_sender_sleeps(way: Way, (phase, moment): Moment) {
     let mut scene = Scene::new(Version::V10_0, way);
-    let (mut there, receiving, address) = scene.receive_tls();
-    let mut send = scene.send_tls(&address);
-    send.event_where(moment);
+    let (mut there, receiving, send) = scene.migrate_until(moment);
     let stopped = Stopped::now(send.child.id());
     let received = receiving.finish();
     assert_eq!(received.code, Some(12), "{phase}: {received:?}");
@@ -72,16 +67,14 @@ fn the_sender_sleeps(way: Way, (phase, moment): Moment) {
     assert_eq!(sent.code, Some(12), "{phase}: {sent:?}");
     scene.runs_on_here();
     let fault = "the sender: SIGSTOP, woken late";
-    note(&mut scene, &mut there, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
+    scene.note(&mut there, fault, phase, (&sent, &received), Owner::Source);
     scene.arrives();
 }
 
 /// The source gives up, and the receiver is continued afterward.
 fn the_receiver_sleeps(way: Way, (phase, moment): Moment) {
     let mut scene = Scene::new(Version::V10_0, way);
-    let (mut there, receiving, address) = scene.receive_tls();
-    let mut send = scene.send_tls(&address);
-    send.event_where(moment);
+    let (mut there, receiving, send) = scene.migrate_until(moment);
     let stopped = Stopped::now(receiving.child.id());
     let sent = send.finish();
     assert_eq!(sent.code, Some(12), "{phase}: {sent:?}");
@@ -92,16 +85,14 @@ fn the_receiver_sleeps(way: Way, (phase, moment): Moment) {
     assert_ne!(received.code, Some(0), "{phase}: {received:?}");
     nothing_is_left(&[&scene.b], &[]);
     let fault = "the receiver: SIGSTOP, woken late";
-    note(&mut scene, &mut there, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
+    scene.note(&mut there, fault, phase, (&sent, &received), Owner::Source);
     scene.arrives();
 }
 
 /// The sender gives up and says why, and its guardian stays until QEMU is continued.
 fn the_source_s_qemu_sleeps(way: Way, (phase, moment): Moment) {
     let mut scene = Scene::new(Version::V10_0, way);
-    let (mut there, receiving, address) = scene.receive_tls();
-    let mut send = scene.send_tls(&address);
-    send.event_where(moment);
+    let (mut there, receiving, send) = scene.migrate_until(moment);
     let stopped = Stopped::now(scene.here.child.id());
     let sent = send.finish();
     let why = sent.last()["error"]["message"].as_str().unwrap_or_default();
@@ -115,15 +106,13 @@ fn the_source_s_qemu_sleeps(way: Way, (phase, moment): Moment) {
     nothing_is_left(&[&scene.a], &[&scene.here]);
     scene.runs_on_here();
     let fault = "the source's QEMU: SIGSTOP, woken late";
-    note(&mut scene, &mut there, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
+    scene.note(&mut there, fault, phase, (&sent, &received), Owner::Source);
     scene.arrives();
 }
 
 fn the_destination_s_qemu_sleeps(way: Way, (phase, moment): Moment) {
     let mut scene = Scene::new(Version::V10_0, way);
-    let (mut there, receiving, address) = scene.receive_tls();
-    let mut send = scene.send_tls(&address);
-    send.event_where(moment);
+    let (mut there, receiving, send) = scene.migrate_until(moment);
     let stopped = Stopped::now(there.child.id());
     let sent = send.finish();
     assert_ne!(sent.code, Some(0), "{phase}: {sent:?}");
@@ -134,7 +123,7 @@ fn the_destination_s_qemu_sleeps(way: Way, (phase, moment): Moment) {
     stopped.wake();
     nothing_is_left(&[&scene.b], &[]);
     let fault = "the destination's QEMU: SIGSTOP, woken late";
-    note(&mut scene, &mut there, fault, phase, (exit(&sent), exit(&received)), Owner::Source);
+    scene.note(&mut there, fault, phase, (&sent, &received), Owner::Source);
     scene.arrives();
 }
 
@@ -147,16 +136,14 @@ fn destination_qemu_sleeps_after_commit(way: Way) {
     proxy.heal();
     let said = receiving.event("not-started");
     assert!(said["reason"].as_str().unwrap().contains("is stopped"), "{said}");
-    let sent = send.finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = send.finish().exited(0);
     assert!(scene.here.child.wait().unwrap().success());
     stopped.wake();
     receiving.event("received");
     there.check_guest();
     nothing_is_left(&[&scene.a], &[]);
     let fault = "the destination's QEMU: SIGSTOP, woken late";
-    let ends = (exit(&sent), "has the guest".into());
-    note(&mut scene, &mut there, fault, "committed", ends, Owner::Destination);
+    scene.note(&mut there, fault, "committed", (&sent, "has the guest"), Owner::Destination);
 }
 
 /// The guest belongs to the destination, and the source's QEMU can't be ended. The guardian ends it
@@ -168,8 +155,7 @@ fn source_qemu_sleeps_after_commit(way: Way) {
     proxy.heal();
     receiving.event("received");
     there.check_guest();
-    let sent = send.finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = send.finish().exited(0);
     assert!(stopped.is_still());
     stopped.wake();
     assert!(scene.here.child.wait().unwrap().success(), "it exited regularly");
@@ -179,8 +165,7 @@ fn source_qemu_sleeps_after_commit(way: Way) {
         assert_eq!(std::fs::metadata(&file).unwrap().blocks(), 0, "its memory was given back");
     }
     let fault = "the source's QEMU: SIGSTOP, woken late";
-    let ends = (exit(&sent), "has the guest".into());
-    note(&mut scene, &mut there, fault, "committed", ends, Owner::Destination);
+    scene.note(&mut there, fault, "committed", (&sent, "has the guest"), Owner::Destination);
 }
 
 #[test]
@@ -212,9 +197,7 @@ fn guest_is_on_the_promised_host_after_a_long_stop() {
 /// guest.
 fn a_guardian_wakes_too_late(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
-    let (_gone, receiving, address) = scene.receive_tls();
-    let mut send = scene.send_tls(&address);
-    send.event_where(BEFORE_COMMIT[3].1);
+    let (_gone, receiving, mut send) = scene.migrate_until(BEFORE_COMMIT[3].1);
     // When the parent of a stopped process dies, the kernel continues its process group, unless the
     // new parent is of the same session.
     rustix::process::set_child_subreaper(rustix::process::Pid::from_raw(1)).unwrap();
@@ -225,8 +208,7 @@ fn a_guardian_wakes_too_late(way: Way) {
     let (mut there, mut receiving, address) = scene.receive_tls();
     let tls = scene.world.tls();
     let again = scene.arguments(&address, &["--tls", &tls, "--keep-source"], "100M");
-    let sent = scene.a.run(&again);
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = scene.a.run(&again).exited(0);
     receiving.event("received");
     there.check_guest();
     assert!(stopped.is_still());
@@ -234,24 +216,19 @@ fn a_guardian_wakes_too_late(way: Way) {
     nothing_is_left(&[&scene.a], &[&scene.here]);
     there.check_guest();
     let fault = "the sender: SIGKILL, its guardian: SIGSTOP, woken after the next migration";
-    let ends = (exit(&sent), "has the guest".into());
-    note(&mut scene, &mut there, fault, "paused", ends, Owner::Destination);
+    scene.note(&mut there, fault, "paused", (&sent, "has the guest"), Owner::Destination);
 }
 
 /// A guardian that is never continued blocks no process and is not left over.
 fn a_guardian_sleeps_for_good(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
-    let (mut there, mut receiving, address) = scene.receive_tls();
-    let mut send = scene.send_tls(&address);
-    send.event_where(BEFORE_COMMIT[1].1);
+    let (mut there, mut receiving, send) = scene.migrate_until(BEFORE_COMMIT[1].1);
     let _stopped = Stopped::now(guardian(&send));
-    let sent = send.finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = send.finish().exited(0);
     receiving.event("received");
     assert!(scene.here.child.wait().unwrap().success());
-    let ends = (exit(&sent), "has the guest".into());
     let fault = "the guardian: SIGSTOP for good";
-    note(&mut scene, &mut there, fault, "first round", ends, Owner::Destination);
+    scene.note(&mut there, fault, "first round", (&sent, "has the guest"), Owner::Destination);
     scene.moved_to(there);
     nothing_is_left(&[&scene.a], &[&scene.here]);
 }
@@ -281,18 +258,15 @@ fn sender_in_doubt_asks_again_after_a_stop() {
         std::thread::sleep(SHORT);
         stopped.wake();
         receiving.event("received");
-        let sent = send.finish();
-        assert_eq!(sent.code, Some(0), "{sent:?}");
+        let sent = send.finish().exited(0);
         assert!(scene.here.child.wait().unwrap().success());
         there.check_guest();
         nothing_is_left(&[&scene.a], &[]);
-        let ends = (exit(&sent), "has the guest".into());
-        note(
-            &mut scene,
+        scene.note(
             &mut there,
             "the sender: SIGSTOP for 3 s",
             "in doubt",
-            ends,
+            (&sent, "has the guest"),
             Owner::Destination,
         );
 
@@ -306,16 +280,13 @@ fn sender_in_doubt_asks_again_after_a_stop() {
         let target = proxy.target();
         let _successor = scene.b.receive(&["--listen", &target, "--plain"]);
         stopped.wake();
-        let sent = send.finish();
-        assert_eq!(sent.code, Some(1), "{sent:?}");
+        let sent = send.finish().exited(1);
         scene.runs_on_here();
-        let ends = (exit(&sent), exit(&received));
-        note(
-            &mut scene,
+        scene.note(
             &mut there,
             "the sender: SIGSTOP, woken late",
             "in doubt",
-            ends,
+            (&sent, &received),
             Owner::Source,
         );
     });

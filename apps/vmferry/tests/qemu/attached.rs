@@ -48,11 +48,11 @@ fn guest_moves_there_and_back_and_into_a_started_qemu() {
         let received = started.event("received");
         let qmp = PathBuf::from(received["qmp"].as_str().unwrap());
         // The receiver ends with its QEMU.
-        assert_eq!(receiving.finish().code, Some(0));
+        receiving.finish().exited(0);
         let mut monitor = Qmp::connect(&qmp).unwrap();
         assert_eq!(monitor.execute("query-status", json!({})).unwrap()["status"], "running");
         monitor.execute("quit", json!({})).unwrap();
-        assert_eq!(started.finish().code, Some(0));
+        started.finish().exited(0);
     }
 }
 
@@ -109,8 +109,7 @@ fn link_that_breaks_and_returns_ends_no_migration() {
     send.event_where(|event| event["event"] == "round-started" && event["paused"] == true);
     proxy.cut();
     proxy.heal();
-    let sent = send.finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = send.finish().exited(0);
     let stats = sent.last();
     assert_eq!((&stats["digest_match"], &stats["verify_match"]), (&true.into(), &true.into()));
     assert!(stats["reconnections"].as_u64() >= Some(3), "{stats}");
@@ -169,8 +168,7 @@ fn ordinary_user_moves_their_own_guest() {
         .start_as(NOBODY, &["receive", "--qemu", text(&there.qmp), "--listen", &link, "--once"]);
     receiving.event("listening");
     let send = ["send", "--qemu", text(&here.qmp), "--to", &link, "--verify"];
-    let sent = host("a").start_as(NOBODY, &send).finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = host("a").start_as(NOBODY, &send).finish().exited(0);
     assert_eq!(sent.last()["verify_match"], true);
     receiving.event("received");
     there.check_guest();
@@ -189,8 +187,7 @@ fn ordinary_user_moves_their_own_guest() {
     let send = ["send", "--qemu", text(&theirs.qmp), "--to", &link];
     let attached = [&send[..], &["--mode", "attached"]].concat();
     host("a").start_as(NOBODY, &attached).finish().failed(1, "ptrace");
-    let sent = host("a").start_as(NOBODY, &send).finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = host("a").start_as(NOBODY, &send).finish().exited(0);
     let why = sent.last()["qemu"]["not_attached"].as_str().unwrap_or_default();
     assert!(why.contains("ptrace"), "{sent:?}");
     receiving.event("received");

@@ -64,8 +64,7 @@ fn link_that_breaks_and_returns_while_the_guest_runs_ends_no_migration() {
     let mut scene = Scene::new(Version::V10_0, Way::Carried);
     let (mut there, mut receiving, send, proxy) = scene.cut_in_the_first_round();
     proxy.heal();
-    let sent = send.finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = send.finish().exited(0);
     let stats = sent.last();
     assert_eq!(stats["digest_match"], true);
     assert!(stats["reconnections"].as_u64() >= Some(2), "{stats}");
@@ -90,8 +89,7 @@ fn send_reports_the_mode_and_its_reason() {
     send(&["--mode", "attached"]).failed(6, "memory-backend-file");
     send(&["--verify"]).failed(2, "nothing to verify: do not ask for that");
     scene.here.check_guest();
-    let sent = send(&["--multifd", "2"]);
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = send(&["--multifd", "2"]).exited(0);
     let qemu = &sent.last()["qemu"];
     assert_eq!((&qemu["mode"], &qemu["streams"]), (&"carried".into(), &3.into()), "{qemu}");
     let why = qemu["not_attached"].as_str().unwrap();
@@ -109,8 +107,7 @@ fn send_reports_the_mode_and_its_reason() {
     let (mut started, address) =
         scene.b.receive(&["--listen", "127.0.0.1:0", "--tls", &tls, "--exec", &command]);
     let send = ["send", "--qemu", text(&scene.here.qmp), "--to", &address, "--tls", &tls];
-    let sent = scene.a.run(&[&send[..], &["--mode", "carried"]].concat());
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = scene.a.run(&[&send[..], &["--mode", "carried"]].concat()).exited(0);
     assert_eq!(sent.last()["qemu"]["streams"], 1);
     let received = started.event("received");
     scene.here.child.wait().unwrap();
@@ -125,11 +122,10 @@ fn send_reports_the_mode_and_its_reason() {
         "--once",
     ]);
     let qmp = received["qmp"].as_str().unwrap();
-    let sent = scene.b.run(&["send", "--qemu", qmp, "--to", &address, "--tls", &tls]);
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = scene.b.run(&["send", "--qemu", qmp, "--to", &address, "--tls", &tls]).exited(0);
     assert_eq!(sent.last()["qemu"]["mode"], "attached");
     receiving.event("received");
-    assert_eq!(started.finish().code, Some(0));
+    started.finish().exited(0);
     scene.here = back;
     scene.here.check_guest();
 }
@@ -145,8 +141,7 @@ fn guest_that_qemu_would_damage_is_not_moved_while_it_runs() {
     let send = ["send", "--qemu", text(&qmp), "--to", &address, "--tls", &tls];
     scene.a.run(&send).failed(10, "--when-stuck switch-over");
     scene.here.check_guest();
-    let sent = scene.a.run(&[&send[..], &["--when-stuck", "switch-over"]].concat());
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = scene.a.run(&[&send[..], &["--when-stuck", "switch-over"]].concat()).exited(0);
     let stats = sent.last();
     assert_eq!(
         (&stats["qemu"]["stands_still"], &stats["qemu"]["streams"]),
@@ -194,8 +189,7 @@ fn guest_of_another_user_is_carried() {
     ]);
     let send =
         ["send", "--qemu", text(&here.qmp), "--to", &address, "--tls", &tls, "--multifd", "3"];
-    let sent = a.run(&send);
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = a.run(&send).exited(0);
     assert_eq!(sent.last()["qemu"]["streams"], 4);
     receiving.event("received");
     there.check_guest();
@@ -224,7 +218,7 @@ fn mismatched_destination_is_refused_and_the_guest_runs_on() {
         let tls = scene.world.tls();
         let send = ["send", "--qemu", text(&scene.here.qmp), "--to", &address, "--tls", &tls];
         scene.a.run(&send).failed(6, says);
-        assert_eq!(receiving.finish().code, Some(6));
+        receiving.finish().exited(6);
     }
     scene.runs_on_here();
     scene.arrives();

@@ -5,7 +5,6 @@
 use std::net::TcpListener;
 use std::os::unix::net::UnixListener;
 
-use crate::support::faults::{exit, note};
 use crate::support::outcomes::Owner;
 use crate::support::scene::{Scene, Way};
 use crate::support::stops::Stopped;
@@ -31,8 +30,7 @@ fn cancel_during_setup() {
         // The guest was announced, and the destination prepares.
         receiving.event_where(|event| event["key_exchange"].is_string());
         run_ok(&scene.a, &["cancel", "tested"]);
-        let sent = send.finish();
-        assert_eq!(sent.code, Some(11), "{sent:?}");
+        send.finish().exited(11);
         scene.runs_on_here();
         stopped.wake();
         let received = receiving.finish();
@@ -67,9 +65,7 @@ fn cancel_twice_and_after_the_end() {
     in_parallel(WAYS.to_vec(), |way| {
         let mut scene = Scene::new(Version::V10_0, way);
         for (name, moment) in BEFORE_COMMIT {
-            let (_there, receiving, address) = scene.receive_tls();
-            let mut send = scene.send_tls(&address);
-            send.event_where(moment);
+            let (_there, receiving, send) = scene.migrate_until(moment);
             run_ok(&scene.a, &["cancel", "tested"]);
             // It is being canceled, or has ended and nothing answers.
             let again = scene.a.run(&["cancel", "tested"]);
@@ -87,7 +83,7 @@ fn cancel_twice_and_after_the_end() {
         send.event("too-late-to-cancel");
         proxy.heal();
         receiving.event("received");
-        assert_eq!(send.finish().code, Some(0));
+        send.finish().exited(0);
         there.check_guest();
         scene.a.run(&["cancel", "tested"]).failed(8, "no guest listens");
     });
@@ -111,8 +107,7 @@ fn cancel_with_multifd() {
         scene.runs_on_here();
     }
     let (mut there, mut receiving, address) = scene.receive_tls();
-    let sent = scene.send(&address, &link).finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    scene.send(&address, &link).finish().exited(0);
     receiving.event("received");
     there.check_guest();
 }
@@ -148,8 +143,7 @@ fn mismatched_destination_is_refused_by_name() {
             scene.runs_on_here();
             assert!(there.child.try_wait().unwrap().is_none(), "{what}: its QEMU waits on");
             let fault = format!("a destination of another {what}");
-            let ends = (exit(&sent), exit(&received));
-            note(&mut scene, &mut there, &fault, "negotiation", ends, Owner::Source);
+            scene.note(&mut there, &fault, "negotiation", (&sent, &received), Owner::Source);
         }
         scene.arrives();
     });
@@ -166,15 +160,14 @@ fn uuid_on_one_side_only_is_accepted() {
         let same = scene.machine.clone();
         scene.machine = same.clone().with(&["-uuid", NONE]);
         let (there, mut receiving, address) = scene.receive_tls();
-        let sent = scene.send_tls(&address).finish();
-        assert_eq!(sent.code, Some(0), "{sent:?}");
+        scene.send_tls(&address).finish().exited(0);
         receiving.event("received");
         scene.moved_to(there);
         // Now the source has no UUID and the destination has one: another guest may be meant.
         scene.machine = same;
         let (_there, receiving, address) = scene.receive_tls();
         scene.send_tls(&address).finish().failed(6, "expects guest");
-        assert_eq!(receiving.finish().code, Some(6));
+        receiving.finish().exited(6);
         scene.runs_on_here();
     });
 }
@@ -220,8 +213,7 @@ fn unreachable_addresses_leave_the_guest_alone() {
         // A listener takes over the socket file that an earlier one left.
         let address = unix(&stale);
         let (mut there, mut receiving, address) = scene.receive(&["--listen", &address]);
-        let sent = scene.send(&address, &[]).finish();
-        assert_eq!(sent.code, Some(0), "{sent:?}");
+        scene.send(&address, &[]).finish().exited(0);
         receiving.event("received");
         there.check_guest();
     });
@@ -243,8 +235,7 @@ fn link_that_fails_during_the_reconnect_ends_no_migration() {
             proxy.heal();
             send.event("link-lost");
         }
-        let sent = send.finish();
-        assert_eq!(sent.code, Some(0), "{sent:?}");
+        let sent = send.finish().exited(0);
         let stats = sent.last();
         assert_eq!(stats["digest_match"], true);
         assert!(stats["reconnections"].as_u64() >= Some(3), "{stats}");

@@ -28,8 +28,7 @@ fn second_send_is_refused_and_names_the_first() {
         let refused = other.run(&to);
         refused.failed(7, &format!("in the hands of process {}", first.child.id()));
     }
-    let sent = first.finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = first.finish().exited(0);
     assert_eq!(sent.last()["verify_match"], true);
     receiving.event("received");
     there.check_guest();
@@ -79,8 +78,7 @@ fn session_of_another_qemu_of_the_same_name_is_left_alone() {
     scene.runs_on_here();
     let resolve = ["resolve", &SessionId([1; 16]).to_string(), "--destination-owns", "--yes"];
     run_ok(&scene.a, &resolve);
-    let sent = scene.send(&address, &["--plain"]).finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    scene.send(&address, &["--plain"]).finish().exited(0);
     receiving.event("received");
     there.check_guest();
 }
@@ -114,17 +112,16 @@ fn qemu_in_another_pid_namespace_is_carried_and_its_end_noticed() {
     let mut send = scene.a.start_under(&apart(), &slow);
     send.event_where(BEFORE_COMMIT[0].1);
     run_ok(&scene.a, &["cancel", "tested"]);
-    assert_eq!(send.finish().code, Some(11));
+    send.finish().exited(11);
     scene.runs_on_here();
-    assert_eq!(receiving.finish().code, Some(11));
+    receiving.finish().exited(11);
 
     let mut again = scene.machine.incoming(&scene.lab, "apart-again");
     let listen = ["receive", "--qemu", text(&again.qmp), "--once", "--listen", "tcp:127.0.0.1:0"];
     let mut receiving = scene.b.start_under(&apart(), &[&listen[..], &["--plain"]].concat());
     let address = receiving.event("listening")["address"].as_str().unwrap().to_owned();
     let to = ["send", "--qemu", text(&here), "--to", &address, "--plain"];
-    let sent = scene.a.start_under(&apart(), &to).finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = scene.a.start_under(&apart(), &to).finish().exited(0);
     assert_eq!(sent.last()["qemu"]["mode"], "carried");
     let kept = sent.lines.iter().find(|line| line["event"] == "memory-kept");
     assert_eq!(kept, None, "its memory is private");
@@ -133,6 +130,5 @@ fn qemu_in_another_pid_namespace_is_carried_and_its_end_noticed() {
     again.check_guest();
     // Only the socket can tell the receiver.
     let _ = Qmp::connect(&again.qmp).unwrap().execute("quit", serde_json::json!({}));
-    let ended = receiving.finish();
-    assert_eq!(ended.code, Some(0), "{ended:?}");
+    receiving.finish().exited(0);
 }

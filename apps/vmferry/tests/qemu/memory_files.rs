@@ -35,8 +35,7 @@ fn receiver_refuses_a_memory_file_that_a_guest_runs_on() {
     let command = scene.command("started");
     let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--exec", &command];
     let (mut receiving, address) = scene.b.receive(&listen);
-    let sent = scene.a.run(&send(&scene.here.qmp, &address));
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    scene.a.run(&send(&scene.here.qmp, &address)).exited(0);
     let received = receiving.event("received");
     let qmp = PathBuf::from(received["qmp"].as_str().unwrap());
     receiving.kill();
@@ -44,8 +43,7 @@ fn receiver_refuses_a_memory_file_that_a_guest_runs_on() {
     scene.b.run(&other).failed(7, "may run a guest on it");
     // The first guest runs on, and its memory is intact.
     let (mut there, mut receiving, address) = scene.receive_plain();
-    let sent = scene.b.run(&send(&qmp, &address));
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    scene.b.run(&send(&qmp, &address)).exited(0);
     receiving.event("received");
     there.check_guest();
 }
@@ -101,8 +99,7 @@ fn source_memory_file_is_emptied_after_the_guest_moved() {
         let (mut there, mut receiving, address) = scene.receive_plain();
         let mut arguments = send(&scene.here.qmp, &address);
         arguments.extend(["--mode", way]);
-        let sent = scene.a.run(&arguments);
-        assert_eq!(sent.code, Some(0), "{sent:?}");
+        let sent = scene.a.run(&arguments).exited(0);
         receiving.event("received");
         assert_eq!(blocks(&file), 0, "{way}");
         let freed = sent.last()["qemu"]["freed_bytes"].as_u64().unwrap();
@@ -124,8 +121,7 @@ fn source_memory_file_keeps_its_pages_on_request_or_when_shared() {
         if keep {
             arguments.push("--keep-source");
         }
-        let sent = scene.a.run(&arguments);
-        assert_eq!(sent.code, Some(0), "{sent:?}");
+        let sent = scene.a.run(&arguments).exited(0);
         receiving.event("received");
         assert!(blocks(&file) >= used, "--keep-source: {keep}");
         let kept = sent.lines.iter().find(|line| line["event"] == "memory-kept");

@@ -4,7 +4,6 @@
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::support::faults::{exit, note};
 use crate::support::outcomes::Owner;
 use crate::support::scene::{Scene, Way};
 use crate::support::{BEFORE_COMMIT, Moment, Running, all, in_parallel, inside, text};
@@ -98,16 +97,15 @@ fn run(case: &Case) {
         if case.lasts.is_none() {
             case.fault.strike(&network, false);
         }
-        format!("exit {}", receiving.finish().code.unwrap())
+        receiving.finish().in_words()
     };
     let fault = match case.fault {
         Fault::Cable => "the link: down",
         Fault::BlackHole => "the link: black hole",
     };
     let fault = format!("{fault}{}", lasts.as_deref().unwrap_or(" for good"));
-    let ends = (exit(&sent), destination);
     let owner = if case.moves { Owner::Destination } else { Owner::Source };
-    note(&mut scene, &mut there, &fault, phase, ends, owner);
+    scene.note(&mut there, &fault, phase, (&sent, destination.as_str()), owner);
     if !case.moves {
         let (mut there, mut receiving, address) = receive(&scene, &network, "there-too");
         let arguments = scene.arguments(&address, &link, "30M");

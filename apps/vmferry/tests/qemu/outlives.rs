@@ -10,7 +10,6 @@ use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Qemu, Version};
 
 use crate::sandbox::child;
-use crate::support::faults::{exit, note};
 use crate::support::outcomes::Owner;
 use crate::support::proxy::{Message, Proxy};
 use crate::support::scene::{Scene, Way};
@@ -57,13 +56,17 @@ fn next_receiver_finishes_after_a_kill_between_run_intent_and_cont() {
         let found = next.event("found");
         assert_eq!((&found["continued"], &found["running"]), (&json!(true), &json!(true)));
         proxy.lose();
-        let sent = send.finish();
-        assert_eq!(sent.code, Some(0), "{sent:?}");
+        let sent = send.finish().exited(0);
         assert!(scene.here.child.wait().unwrap().success());
         there.check_guest();
-        let ends = (exit(&sent), "has the guest".into());
         let fault = "the receiver: SIGKILL, started again";
-        note(&mut scene, &mut there, fault, "RUN-INTENT written", ends, Owner::Destination);
+        scene.note(
+            &mut there,
+            fault,
+            "RUN-INTENT written",
+            (&sent, "has the guest"),
+            Owner::Destination,
+        );
     });
 }
 
@@ -77,12 +80,16 @@ fn next_receiver_answers_after_a_kill_while_running_is_in_flight() {
         let found = next.event("found");
         assert_eq!((&found["continued"], &found["running"]), (&json!(false), &json!(true)));
         proxy.lose();
-        let sent = send.finish();
-        assert_eq!(sent.code, Some(0), "{sent:?}");
+        let sent = send.finish().exited(0);
         there.check_guest();
-        let ends = (exit(&sent), "has the guest".into());
         let fault = "the receiver: SIGKILL, started again";
-        note(&mut scene, &mut there, fault, "running at the destination", ends, Owner::Destination);
+        scene.note(
+            &mut there,
+            fault,
+            "running at the destination",
+            (&sent, "has the guest"),
+            Owner::Destination,
+        );
         // The next receiver must not end an operator's pause.
         next.kill();
         Qmp::connect(&there.qmp).unwrap().execute("stop", json!({})).unwrap();
@@ -101,14 +108,12 @@ fn next_receiver_gives_the_guest_back_after_a_kill_at_ready() {
         let next = restarted(&scene, &there, &proxy);
         assert!(there.child.wait().unwrap().success(), "the guest can't be run by mistake");
         proxy.lose();
-        let sent = send.finish();
-        assert_eq!(sent.code, Some(1), "{sent:?}");
+        let sent = send.finish().exited(1);
         scene.runs_on_here();
         next.signal(Signal::TERM);
         next.finish().failed(9, "start another QEMU");
-        let ends = (exit(&sent), "killed".into());
         let fault = "the receiver: SIGKILL, started again";
-        note(&mut scene, &mut there, fault, "COMMIT on its way", ends, Owner::Source);
+        scene.note(&mut there, fault, "COMMIT on its way", (&sent, "killed"), Owner::Source);
     });
 }
 
@@ -126,7 +131,7 @@ fn guest_that_never_ran_here_is_not_sent_on() {
     // Nothing was promised.
     proxy.cut();
     run_ok(&scene.a, &["cancel", "tested"]);
-    assert_eq!(send.finish().code, Some(11));
+    send.finish().exited(11);
     Qmp::connect(&scene.here.qmp).unwrap().execute("stop", json!({})).unwrap();
     let tried = sends(&scene.here.qmp);
     let said = tried.last()["error"]["message"].as_str().unwrap().to_owned();
@@ -168,8 +173,7 @@ fn received(scene: &Scene) -> (Vec<String>, Running, Started, PathBuf) {
     let arguments = ["--listen", &link, "--exec", &scene.command("started")].map(str::to_owned);
     let arguments = arguments.to_vec();
     let mut receiving = receive(scene, &arguments);
-    let sent = scene.send(&link, &[]).finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    scene.send(&link, &[]).finish().exited(0);
     let qmp = PathBuf::from(receiving.event("received")["qmp"].as_str().unwrap());
     let pid = Qmp::connect(&qmp).unwrap().pid().unwrap();
     (arguments, receiving, Started::new(pid), qmp)
@@ -186,8 +190,7 @@ fn exec_receiver_leaves_its_guest_to_the_next_on_sigterm() {
         let scene = Scene::new(Version::V10_0, way);
         let (arguments, receiving, qemu, qmp) = received(&scene);
         receiving.signal(Signal::TERM);
-        let ended = receiving.finish();
-        assert_eq!(ended.code, Some(0), "{ended:?}");
+        let ended = receiving.finish().exited(0);
         assert!(ended.last()["why"].as_str().unwrap().contains("which goes on"), "{ended:?}");
         assert!(qemu.lives());
         assert_eq!(status(&qmp)["status"], "running");
@@ -206,11 +209,10 @@ fn exec_receiver_leaves_its_guest_to_the_next_on_sigterm() {
         let others = ["--listen", &other, "--exec", &scene.command("other")].map(str::to_owned);
         let other = receive(&scene, &others);
         other.signal(Signal::TERM);
-        assert_eq!(other.finish().code, Some(11));
+        other.finish().exited(11);
         // The guest ends, and so does the wait.
         Qmp::connect(&qmp).unwrap().execute("quit", json!({})).unwrap();
-        let ended = next.finish();
-        assert_eq!(ended.code, Some(0), "{ended:?}");
+        next.finish().exited(0);
     });
 }
 

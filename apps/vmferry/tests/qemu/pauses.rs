@@ -116,8 +116,7 @@ fn paused_guest_arrives_and_stays_paused() {
             let mut scene = Scene::new(*version, way);
             Qmp::connect(&scene.here.qmp).unwrap().execute("stop", json!({})).unwrap();
             let (mut there, mut receiving, address) = scene.receive_tls();
-            let sent = scene.send_tls(&address).finish();
-            assert_eq!(sent.code, Some(0), "{sent:?}");
+            scene.send_tls(&address).finish().exited(0);
             receiving.event_where(|event| event["event"] == "paused");
             assert_eq!(receiving.event("received")["paused"], true);
             assert_eq!(status(&there), "paused");
@@ -285,7 +284,7 @@ fn operators_pause_outlives_a_canceled_migration() {
         run_ok(&operated.scene.a, &["cancel", "tested"]);
         let sent = send.finish();
         assert_eq!(sent.code, Some(11), "{way:?}: {sent:?}");
-        assert_eq!(receiving.finish().code, Some(11));
+        receiving.finish().exited(11);
         assert_eq!(operated.status(), "paused", "{way:?}");
         cont(&operated.scene.here);
         operated.scene.here.check_guest();
@@ -296,9 +295,7 @@ fn operators_pause_outlives_a_canceled_migration() {
 fn guest_shutdown_ends_the_migration_and_is_named_on_both_sides() {
     in_parallel(ways(), |way| {
         let mut operated = Operated::mortal(way, &["-no-reboot"]);
-        let (_there, receiving, address) = operated.scene.receive_tls();
-        let mut send = operated.scene.send_tls(&address);
-        send.event_where(BEFORE_COMMIT[1].1);
+        let (_there, receiving, send) = operated.scene.migrate_until(BEFORE_COMMIT[1].1);
         operated.operator.execute("inject-nmi", json!({})).unwrap();
         send.finish().failed(9, "the guest has powered off");
         receiving.finish().failed(9, "the guest has powered off");
@@ -309,9 +306,7 @@ fn guest_shutdown_ends_the_migration_and_is_named_on_both_sides() {
 #[test]
 fn shut_down_guest_is_left_as_it_is() {
     let mut operated = Operated::mortal(Way::Attached, &["-no-reboot", "-no-shutdown"]);
-    let (_there, receiving, address) = operated.scene.receive_tls();
-    let mut send = operated.scene.send_tls(&address);
-    send.event_where(BEFORE_COMMIT[1].1);
+    let (_there, receiving, send) = operated.scene.migrate_until(BEFORE_COMMIT[1].1);
     operated.operator.execute("inject-nmi", json!({})).unwrap();
     send.finish().failed(9, "the guest has powered off");
     receiving.finish().failed(9, "the guest has powered off");

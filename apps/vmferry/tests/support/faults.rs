@@ -6,12 +6,11 @@ use serde_json::{Value, json};
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Qemu, Version};
 
-use super::outcomes::{Outcome, Owner};
+use super::outcomes::Owner;
 use super::proxy::Proxy;
 use super::scene::{Scene, Way};
 use super::stops::guardian;
-use super::trial::claim;
-use super::{BEFORE_COMMIT, Ended, Host, Moment, Running, all, run_ok};
+use super::{BEFORE_COMMIT, Host, Moment, Running, all, run_ok};
 
 /// All versions in the full matrix, one otherwise.
 fn versions() -> &'static [Version] {
@@ -21,48 +20,6 @@ fn versions() -> &'static [Version] {
 /// All phases in the full matrix, the last and most critical one otherwise.
 fn moments() -> &'static [Moment] {
     if all() { &BEFORE_COMMIT } else { &BEFORE_COMMIT[3..] }
-}
-
-/// Checks by both QEMUs and by the journals of both hosts which host has the guest, and notes the
-/// outcome. The guest itself was checked before.
-pub fn note(
-    scene: &mut Scene,
-    there: &mut Qemu,
-    fault: &str,
-    phase: &str,
-    ends: (String, String),
-    owner: Owner,
-) {
-    let about = format!("{fault}, {phase}: {owner:?}");
-    let runs = (runs(&mut scene.here), runs(there));
-    assert_ne!(runs, (true, true), "TWO GUESTS: {about}");
-    assert_eq!(runs, (owner == Owner::Source, owner == Owner::Destination), "{about}");
-    let (here, there) = (claim(&scene.a).has, claim(&scene.b).has);
-    assert!(!(here && there), "TWO OWNERS by the journals: {about}");
-    let (source, destination) = ends;
-    Outcome { guest: scene.kind(), fault, phase, source, destination, owner }.note();
-}
-
-/// Whether a QEMU is reachable and runs its guest.
-fn runs(qemu: &mut Qemu) -> bool {
-    let deadline = Instant::now() + Duration::from_secs(60);
-    loop {
-        if qemu.child.try_wait().unwrap().is_some() {
-            return false;
-        }
-        // The cleanup releases the QMP socket last, and an ending QEMU does not answer.
-        let asked =
-            Qmp::connect(&qemu.qmp).and_then(|mut qmp| qmp.execute("query-status", json!({})));
-        match asked {
-            Ok(status) => return status["running"] == true,
-            Err(error) => assert!(Instant::now() < deadline, "{error}"),
-        }
-    }
-}
-
-/// How a command ended, for the table.
-pub fn exit(ended: &Ended) -> String {
-    ended.code.map_or_else(|| "killed".to_owned(), |code| format!("exit {code}"))
 }
 
 /// A migration whose COMMIT does not arrive.
@@ -102,15 +59,18 @@ pub fn sender_killed_in_any_phase_leaves_the_guest_running(way: Way) {
         let mut scene = Scene::new(*version, way);
         for (name, moment) in moments() {
             println!("{version:?}: {name}");
-            let (mut there, receiving, address) = scene.receive_tls();
-            let mut send = scene.send_tls(&address);
-            send.event_where(moment);
+            let (mut there, receiving, mut send) = scene.migrate_until(moment);
             send.kill();
             let received = receiving.finish();
             assert_eq!(received.code, Some(12), "{name}: {received:?}");
             scene.runs_on_here();
-            let ends = ("killed".into(), exit(&received));
-            note(&mut scene, &mut there, "the sender: SIGKILL", name, ends, Owner::Source);
+            scene.note(
+                &mut there,
+                "the sender: SIGKILL",
+                name,
+                ("killed", &received),
+                Owner::Source,
+            );
         }
         scene.arrives();
     }
@@ -141,8 +101,7 @@ pub fn next_sender_tidies_up_after_a_killed_sender_and_guardian(way: Way) {
     let (mut there, mut receiving, address) = scene.receive_tls();
     let mut send = scene.send_tls(&address);
     send.event("finishing-session");
-    let sent = send.finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    send.finish().exited(0);
     receiving.event("received");
     scene.here.child.wait().unwrap();
     there.check_guest();
@@ -153,33 +112,26 @@ pub fn receiver_or_its_qemu_killed_in_any_phase_leaves_the_guest_running(way: Wa
         let mut scene = Scene::new(*version, way);
         for (name, moment) in moments() {
             println!("{version:?}: the receiver at {name}");
-            let (mut there, mut receiving, address) = scene.receive_tls();
-            let mut send = scene.send_tls(&address);
-            send.event_where(moment);
+            let (mut there, mut receiving, send) = scene.migrate_until(moment);
             receiving.kill();
             let sent = send.finish();
             assert_eq!(sent.code, Some(12), "{name}: {sent:?}");
             scene.runs_on_here();
-            let ends = (exit(&sent), "killed".into());
-            note(&mut scene, &mut there, "the receiver: SIGKILL", name, ends, Owner::Source);
+            scene.note(&mut there, "the receiver: SIGKILL", name, (&sent, "killed"), Owner::Source);
 
             println!("{version:?}: its QEMU at {name}");
-            let (mut there, receiving, address) = scene.receive_tls();
-            let mut send = scene.send_tls(&address);
-            send.event_where(moment);
+            let (mut there, receiving, send) = scene.migrate_until(moment);
             there.child.kill().unwrap();
             let sent = send.finish();
             assert_ne!(sent.code, Some(0), "{name}: {sent:?}");
             let received = receiving.finish();
             assert_ne!(received.code, Some(0), "{name}: {received:?}");
             scene.runs_on_here();
-            let ends = (exit(&sent), exit(&received));
-            note(
-                &mut scene,
+            scene.note(
                 &mut there,
                 "the destination's QEMU: SIGKILL",
                 name,
-                ends,
+                (&sent, &received),
                 Owner::Source,
             );
         }
@@ -191,30 +143,31 @@ pub fn source_qemu_killed_in_any_phase_never_runs_half_a_guest(way: Way) {
     for (name, moment) in moments() {
         println!("{name}");
         let mut scene = Scene::new(Version::V10_0, way);
-        let (mut there, mut receiving, address) = scene.receive_tls();
-        let mut send = scene.send_tls(&address);
-        send.event_where(moment);
+        let (mut there, mut receiving, send) = scene.migrate_until(moment);
         scene.here.child.kill().unwrap();
         let sent = send.finish();
         // If it is killed after its state was sent, it was no longer needed.
         if sent.lines.iter().any(|event| event["event"] == "committed") {
             receiving.event("received");
             there.check_guest();
-            let ends = (exit(&sent), "has the guest".into());
-            note(
-                &mut scene,
+            scene.note(
                 &mut there,
                 "the source's QEMU: SIGKILL",
                 name,
-                ends,
+                (&sent, "has the guest"),
                 Owner::Destination,
             );
         } else {
             assert_ne!(sent.code, Some(0), "{name}: {sent:?}");
             let received = receiving.finish();
             assert_ne!(received.code, Some(0), "{name}: {received:?}");
-            let ends = (exit(&sent), exit(&received));
-            note(&mut scene, &mut there, "the source's QEMU: SIGKILL", name, ends, Owner::Crashed);
+            scene.note(
+                &mut there,
+                "the source's QEMU: SIGKILL",
+                name,
+                (&sent, &received),
+                Owner::Crashed,
+            );
         }
     }
 }
@@ -232,8 +185,7 @@ pub fn link_cut_in_any_phase_leaves_the_guest_running(way: Way) {
         let received = receiving.finish();
         assert_eq!(received.code, Some(12), "{name}: {received:?}");
         scene.runs_on_here();
-        let ends = (exit(&sent), exit(&received));
-        note(&mut scene, &mut there, "the link: cut for good", name, ends, Owner::Source);
+        scene.note(&mut there, "the link: cut for good", name, (&sent, &received), Owner::Source);
     }
     scene.arrives();
 }
@@ -241,9 +193,7 @@ pub fn link_cut_in_any_phase_leaves_the_guest_running(way: Way) {
 pub fn guest_runs_on_after_the_operator_cancels(way: Way) {
     let mut scene = Scene::new(Version::V10_0, way);
     for (name, moment) in moments() {
-        let (mut there, receiving, address) = scene.receive_tls();
-        let mut send = scene.send_tls(&address);
-        send.event_where(moment);
+        let (mut there, receiving, send) = scene.migrate_until(moment);
         let status = scene.a.status("tested");
         assert_eq!(status["guest"], "qemu", "{status}");
         run_ok(&scene.a, &["cancel", "tested"]);
@@ -252,14 +202,7 @@ pub fn guest_runs_on_after_the_operator_cancels(way: Way) {
         let received = receiving.finish();
         assert_eq!(received.code, Some(11), "{name}: {received:?}");
         scene.runs_on_here();
-        note(
-            &mut scene,
-            &mut there,
-            "cancelled",
-            name,
-            (exit(&sent), exit(&received)),
-            Owner::Source,
-        );
+        scene.note(&mut there, "cancelled", name, (&sent, &received), Owner::Source);
     }
     scene.arrives();
 }
@@ -269,12 +212,16 @@ pub fn lost_commit_is_resolved_when_the_link_returns(way: Way) {
     let (mut there, mut receiving, send, proxy) = in_doubt(&mut scene);
     proxy.heal();
     receiving.event("received");
-    let sent = send.finish();
-    assert_eq!(sent.code, Some(0), "{sent:?}");
+    let sent = send.finish().exited(0);
     assert!(scene.here.child.wait().unwrap().success());
     there.check_guest();
-    let ends = (exit(&sent), "has the guest".into());
-    note(&mut scene, &mut there, "the link: cut and back", "committed", ends, Owner::Destination);
+    scene.note(
+        &mut there,
+        "the link: cut and back",
+        "committed",
+        (&sent, "has the guest"),
+        Owner::Destination,
+    );
 }
 
 /// A guardian never sends COMMIT: the destination, which has not run the guest, gives it back.
@@ -288,9 +235,8 @@ pub fn lost_commit_is_resolved_by_the_guardian(way: Way) {
     let received = receiving.finish();
     assert_ne!(received.code, Some(0), "{received:?}");
     scene.runs_on_here();
-    let ends = ("killed".into(), exit(&received));
     let fault = "the link: cut and back, the sender: SIGKILL";
-    note(&mut scene, &mut there, fault, "committed", ends, Owner::Source);
+    scene.note(&mut there, fault, "committed", ("killed", &received), Owner::Source);
     scene.arrives();
 }
 
@@ -303,8 +249,7 @@ pub fn lost_commit_is_resolved_by_the_operator(way: Way) {
     guardian_is_in_doubt(&scene.a);
     run_ok(&scene.a, &["resolve", "tested", "--source-resumes", "--yes"]);
     scene.runs_on_here();
-    let ends = ("killed".into(), "killed".into());
     let fault = "the link: cut, sender, receiver and its QEMU: SIGKILL, resolved by the operator";
-    note(&mut scene, &mut there, fault, "committed", ends, Owner::Source);
+    scene.note(&mut there, fault, "committed", ("killed", "killed"), Owner::Source);
     scene.arrives();
 }

@@ -125,6 +125,18 @@ impl Ended {
         self.lines.last().expect("the command printed something")
     }
 
+    /// Its exit status, for the tables of outcomes.
+    pub fn in_words(&self) -> String {
+        self.code.map_or_else(|| "killed".into(), |code| format!("exit {code}"))
+    }
+
+    /// Checks its exit status.
+    #[track_caller]
+    pub fn exited(self, code: i32) -> Self {
+        assert_eq!(self.code, Some(code), "{self:?}");
+        self
+    }
+
     /// Checks a failure: its exit status and a part of its message.
     pub fn failed(&self, code: i32, message: &str) {
         assert_eq!(self.code, Some(code), "{self:?}");

@@ -10,7 +10,7 @@ use std::io::Write;
 
 use serde::Serialize;
 
-use super::all;
+use super::{Ended, all};
 
 /// Which host has the guest after a fault, when all processes have settled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -22,6 +22,21 @@ pub enum Owner {
     /// The process with the guest was killed, so the guest has crashed.
     #[serde(rename = "died with the process that had it")]
     Crashed,
+}
+
+/// How a command ended, or what it continues to do, in the tables' words.
+pub struct End(pub String);
+
+impl From<&Ended> for End {
+    fn from(ended: &Ended) -> Self {
+        Self(ended.in_words())
+    }
+}
+
+impl From<&str> for End {
+    fn from(words: &str) -> Self {
+        Self(words.to_owned())
+    }
 }
 
 /// One row: a fault in one phase of one kind of migration.

@@ -1,11 +1,15 @@
 //! Two hosts with a QEMU guest, for the tests of `send --qemu`.
 
-use serde_json::json;
+use std::time::{Duration, Instant};
+
+use serde_json::{Value, json};
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World as Lab};
 
+use super::outcomes::{End, Outcome, Owner};
 use super::proxy::Proxy;
 use super::traces::{Traces, nothing_is_left};
+use super::trial::claim;
 use super::{Host, Running, World, text};
 
 /// How the guest is moved.
@@ -132,6 +136,14 @@ impl Scene {
         self.send(address, &["--tls", &tls, "--reconnect-timeout", "2s"])
     }
 
+    /// A migration over TLS that has reached a phase.
+    pub fn migrate_until(&mut self, phase: impl Fn(&Value) -> bool) -> (Qemu, Running, Running) {
+        let (there, receiving, address) = self.receive_tls();
+        let mut send = self.send_tls(&address);
+        send.event_where(phase);
+        (there, receiving, send)
+    }
+
     /// Checks that the guest runs on here, unharmed, and that vmferry left nothing in its QEMU.
     pub fn runs_on_here(&mut self) {
         self.here.check_guest();
@@ -153,8 +165,28 @@ impl Scene {
         self.before = Traces::of(&self.here);
     }
 
+    /// Checks by both QEMUs and by the journals of both hosts which host has the guest, and notes
+    /// the outcome. The guest itself was checked before.
+    pub fn note(
+        &mut self,
+        there: &mut Qemu,
+        fault: &str,
+        phase: &str,
+        (source, destination): (impl Into<End>, impl Into<End>),
+        owner: Owner,
+    ) {
+        let about = format!("{fault}, {phase}: {owner:?}");
+        let runs = (runs(&mut self.here), runs(there));
+        assert_ne!(runs, (true, true), "TWO GUESTS: {about}");
+        assert_eq!(runs, (owner == Owner::Source, owner == Owner::Destination), "{about}");
+        let (here, there) = (claim(&self.a).has, claim(&self.b).has);
+        assert!(!(here && there), "TWO OWNERS by the journals: {about}");
+        let (source, destination) = (source.into().0, destination.into().0);
+        Outcome { guest: self.kind(), fault, phase, source, destination, owner }.note();
+    }
+
     /// The kind of guest, for the table of outcomes.
-    pub fn kind(&self) -> &'static str {
+    fn kind(&self) -> &'static str {
         match self.way {
             Way::Attached => "qemu attached",
             Way::Carried => "qemu carried",
@@ -164,13 +196,29 @@ impl Scene {
     /// Checks that a migration still works after the fault.
     pub fn arrives(mut self) {
         let (mut there, mut receiving, address) = self.receive_tls();
-        let sent = self.send_tls(&address).finish();
-        assert_eq!(sent.code, Some(0), "{sent:?}");
+        self.send_tls(&address).finish().exited(0);
         receiving.event("received");
         assert!(
             self.here.child.wait().unwrap().success(),
             "the source's QEMU has exited regularly"
         );
         there.check_guest();
+    }
+}
+
+/// Whether a QEMU is reachable and runs its guest.
+fn runs(qemu: &mut Qemu) -> bool {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        if qemu.child.try_wait().unwrap().is_some() {
+            return false;
+        }
+        // The cleanup releases the QMP socket last, and an ending QEMU does not answer.
+        let asked =
+            Qmp::connect(&qemu.qmp).and_then(|mut qmp| qmp.execute("query-status", json!({})));
+        match asked {
+            Ok(status) => return status["running"] == true,
+            Err(error) => assert!(Instant::now() < deadline, "{error}"),
+        }
     }
 }

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::leftovers::{Descriptors, Living, descriptors_at_rest, left, processes};
 use super::outcomes::{Outcome, Owner};
 use super::proxy::{Message, Proxy};
-use super::{Ended, Host, Running, World, run_ok, several_at_once};
+use super::{Host, Running, World, run_ok, several_at_once};
 
 /// A phase of a migration.
 #[derive(Clone, Copy, Debug)]
@@ -253,7 +253,7 @@ impl Trial {
 
     fn end_of_send(&mut self) -> String {
         let ended = self.send.finish_by_ref();
-        if self.killed.contains("client") { "killed".into() } else { how(&ended) }
+        if self.killed.contains("client") { "killed".into() } else { ended.in_words() }
     }
 
     /// Ends a destination that listens for others, and checks that it does not claim to run a
@@ -270,7 +270,7 @@ impl Trial {
             (true, true) => "killed, started again".into(),
             (true, false) => "ended, started again".into(),
             (false, true) => "killed".into(),
-            (false, false) => how(&ended),
+            (false, false) => ended.in_words(),
         }
     }
 
@@ -329,10 +329,6 @@ impl Trial {
     }
 }
 
-fn how(ended: &Ended) -> String {
-    ended.code.map_or_else(|| "killed".into(), |code| format!("exit {code}"))
-}
-
 /// A host's answer about the guest.
 #[derive(Debug)]
 pub struct Claim {
@@ -363,8 +359,8 @@ pub fn of_a_destination() -> Descriptors {
         .get_or_init(|| {
             let mut trial = Trial::begin(NO_FAULT, CONNECTED, "1s");
             trial.destination.event("serving");
-            assert_eq!(trial.send.finish_by_ref().code, Some(0));
-            assert_eq!(trial.guest.finish_by_ref().code, Some(0));
+            trial.send.finish_by_ref().exited(0);
+            trial.guest.finish_by_ref().exited(0);
             trial.b.check_guest("web");
             descriptors_at_rest(trial.destination.child.id())
         })
