@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vmferry::vmm::free_pages::FreePages;
-use vmferry::{GuestDescription, Resume, SourceVm, StateEstimate, VmError};
+use vmferry::{GuestDescription, HarvestGuard, Resume, SourceVm, StateEstimate, VmError};
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestBytes, GuestMemory};
 
@@ -67,8 +67,8 @@ impl<V: SourceVm> SourceVm for SourceDouble<V> {
         self.vm.state_estimate()
     }
 
-    fn quiesced(&mut self, harvest: &mut dyn FnMut()) -> Result<Duration, VmError> {
-        self.vm.quiesced(harvest)
+    fn begin_harvest(&mut self) -> Result<Box<dyn HarvestGuard + '_>, VmError> {
+        self.vm.begin_harvest()
     }
 
     fn throttle(&mut self, percent: u8) -> Result<(), VmError> {

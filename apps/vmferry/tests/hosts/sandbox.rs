@@ -244,7 +244,8 @@ fn there_and_back(kind: &str, log: &str) {
     let world = World::new();
     let (a, b) = (world.host("a"), world.host("b"));
     let (tls, other) = (world.tls(), world.certificate("ca", "other"));
-    let flags = ["--guest", kind, "--memory", "64M", "--workload", "fill=8,text hot=8,random,rate=20000"];
+    let flags =
+        ["--guest", kind, "--memory", "64M", "--workload", "fill=8,text hot=8,random,rate=20000"];
     let first = a.guest("web", &flags);
     let receive = ["--listen", "127.0.0.1:0", "--tls", &tls, "--once", "--dirty-log", log];
     let receive = [&receive[..], &["--sandbox", "auto"]].concat();

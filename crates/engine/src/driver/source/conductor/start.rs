@@ -43,8 +43,8 @@ impl<'a, V: Resume> Core<'a, V> {
         }
         orders.publish("connecting", SourceState::Holding);
         let (purpose, silence) = (Purpose::control(Role::Control), config.timeouts.silence);
-        let made =
-            connect::control(dialer, purpose, config.protocol.range(), silence).and_then(|channel| {
+        let made = connect::control(dialer, purpose, config.protocol.range(), silence).and_then(
+            |channel| {
                 let journal = FileJournal::begin_for(
                     &config.journal_directory,
                     config.session,
@@ -53,7 +53,8 @@ impl<'a, V: Resume> Core<'a, V> {
                     (&channel.transport, &channel.peer_names),
                 )?;
                 Ok((channel, journal))
-            });
+            },
+        );
         let (channel, journal) = match made {
             Ok(made) => made,
             Err(error) => return Err((vm, Box::new(error))),
