@@ -114,7 +114,7 @@ statistics! {
         pub throttle_percent: u8,
         /// Whether the guest was paused.
         pub paused: bool,
-        /// Whether a channel was lost and re-established during the round.
+        /// Whether a channel was lost and reestablished during the round.
         pub interrupted: bool,
     }
 
@@ -190,7 +190,7 @@ statistics! {
         pub unknown_fields: u64,
         /// Round trip on the control channel, in milliseconds.
         pub round_trip_ms: f64,
-        /// Number of times a lost channel was re-established.
+        /// Number of times a lost channel was reestablished.
         pub reconnections: u32,
         /// Bytes of frames that were sent again after a reconnection. Not part of `sent_bytes` or
         /// of a round's bytes.

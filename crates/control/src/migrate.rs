@@ -53,7 +53,7 @@ pub struct MigrateRequest {
     /// Maximum number of rounds with the guest running.
     #[cfg_attr(feature = "schema", schemars(range(min = 1)))]
     pub max_rounds: u32,
-    /// How long the source tries to re-establish a lost link before it gives up.
+    /// How long the source tries to reestablish a lost link before it gives up.
     #[serde(rename = "reconnect_timeout_ms", with = "ms")]
     #[cfg_attr(feature = "schema", schemars(with = "f64", range(min = 0)))]
     pub reconnect_timeout: Duration,
@@ -125,26 +125,50 @@ impl MigrateRequest {
     /// # Errors
     /// The first option that is out of its range.
     pub fn source_config(&self, journal_directory: PathBuf) -> Result<SourceConfig, ConfigError> {
+        // Each option is named, so that the compiler notices one that is not used here.
+        let Self {
+            to: _,
+            tls: _,
+            addresses: _,
+            record: _,
+            channels,
+            downtime_limit,
+            downtime_abort,
+            max_bandwidth,
+            max_rounds,
+            reconnect_timeout,
+            timeout,
+            when_stuck,
+            pause_before_switchover,
+            throttle,
+            compress,
+            when_busy,
+            workers,
+            delta_memory,
+            free_page_hints,
+            verify,
+            protocol,
+        } = self.clone();
         let mut config = SourceConfig::new(journal_directory);
-        config.channels = ChannelCount::new(self.channels)?;
-        config.max_bandwidth = self.max_bandwidth.map(BandwidthCap::new).transpose()?;
-        config.throttle = ThrottleLimit::new(self.throttle)?;
-        config.compression.workers = self.workers.map(WorkerCount::new).transpose()?;
-        config.max_rounds = RoundLimit::new(self.max_rounds)?;
-        if let Some(version) = self.protocol {
+        config.channels = ChannelCount::new(channels)?;
+        config.max_bandwidth = max_bandwidth.map(BandwidthCap::new).transpose()?;
+        config.throttle = ThrottleLimit::new(throttle)?;
+        config.compression.workers = workers.map(WorkerCount::new).transpose()?;
+        config.max_rounds = RoundLimit::new(max_rounds)?;
+        if let Some(version) = protocol {
             config.protocol = ProtocolVersions::new(version..=version)?;
         }
-        config.downtime_limit = self.downtime_limit;
-        config.downtime_abort = self.downtime_abort;
-        config.timeouts.reconnect = self.reconnect_timeout;
-        config.timeout = self.timeout;
-        config.when_stuck = self.when_stuck;
-        config.pause_before_switchover = self.pause_before_switchover;
-        config.compression.way = self.compress;
-        config.compression.when_busy = self.when_busy;
-        config.compression.delta_memory = self.delta_memory;
-        config.free_page_hints = self.free_page_hints;
-        config.verify = self.verify;
+        config.downtime_limit = downtime_limit;
+        config.downtime_abort = downtime_abort;
+        config.timeouts.reconnect = reconnect_timeout;
+        config.timeout = timeout;
+        config.when_stuck = when_stuck;
+        config.pause_before_switchover = pause_before_switchover;
+        config.compression.way = compress;
+        config.compression.when_busy = when_busy;
+        config.compression.delta_memory = delta_memory;
+        config.free_page_hints = free_page_hints;
+        config.verify = verify;
         Ok(config)
     }
 }

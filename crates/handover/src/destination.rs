@@ -117,7 +117,7 @@ impl DestinationState {
             | (S::Ready, On::Failed | On::CommitTimeout) => (S::AbortWriting, &[Do::WriteAborted]),
 
             (S::Ready, On::Commit) => (S::IntentWriting, &[Do::WriteIntent]),
-            // The source may have journaled COMMIT. Only the time-out or the source's word ends the
+            // The source may have journaled COMMIT. Only the timeout or the source's word ends the
             // wait.
             (S::Ready, On::LinkLost) => (S::Ready, &[]),
 

@@ -21,7 +21,7 @@
 //!   until COMMIT is journaled: any failure             until RUN-INTENT is journaled: any failure
 //!   -> Kept, the guest resumes                         -> AbortWriting -> Aborted, never runs
 //!   after it: link lost -> InDoubt, asks               in Ready, a lost link does not abort before
-//!   until the word is Owns or Aborted                  the COMMIT time-out
+//!   until the word is Owns or Aborted                  the COMMIT timeout
 //! ```
 //!
 //! The invariants:

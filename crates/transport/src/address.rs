@@ -34,7 +34,7 @@ pub enum Address {
     },
     /// `fd:N[,N...]`: connected stream sockets of this process, by descriptor number. The first is
     /// the control channel, the next ones are the data channels in order. The rest are spares for
-    /// re-established channels and query channels.
+    /// reestablished channels and query channels.
     Fd(Vec<RawFd>),
     /// `unix:PATH`: a Unix socket. The permissions of its directory protect it.
     Unix(PathBuf),

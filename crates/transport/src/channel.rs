@@ -203,7 +203,7 @@ impl BufRead for ChannelReader {
 
 /// The sending half. A write starts transmission before it returns. Dropping the half announces the
 /// end if that is possible without waiting; [`finish`](Self::finish) waits and reports errors.
-/// After any error, including a time-out, a channel that authenticates its peer accepts no more
+/// After any error, including a timeout, a channel that authenticates its peer accepts no more
 /// writes.
 #[derive(Debug)]
 pub struct ChannelWriter {

@@ -209,7 +209,7 @@ pub enum TransportError {
     /// All sockets of `fd:` have been used.
     #[error(
         "{address} has no socket left: give one for the control channel, one for each data \
-        channel, and spare ones for channels that are re-established"
+        channel, and spare ones for channels that are reestablished"
     )]
     NoDescriptorLeft {
         /// The address.

@@ -60,7 +60,7 @@ pub trait Receive: Read + fmt::Debug + Send {
 ///
 /// A write starts transmission before it returns; no flush is needed. Whole frames are passed in
 /// one [`write_vectored`](Write::write_vectored), which accepts as much as suits the transport. If
-/// the peer receives nothing for the time-out, that is an error as in [`Receive`].
+/// the peer receives nothing for the timeout, that is an error as in [`Receive`].
 ///
 /// Dropping the half announces the end if that is possible without waiting.
 pub trait Transmit: Write + fmt::Debug + Send {

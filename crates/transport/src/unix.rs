@@ -75,7 +75,7 @@ fn lock(directory: &Path) -> io::Result<File> {
         match flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => return Ok(lock),
             Err(Errno::WOULDBLOCK | Errno::INTR) if Instant::now() < deadline => {
-                // `flock` has no time-out.
+                // `flock` has no timeout.
                 std::thread::sleep(Duration::from_millis(5));
             }
             Err(Errno::WOULDBLOCK) => {

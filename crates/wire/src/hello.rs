@@ -152,7 +152,7 @@ pub enum HelloStatus {
     BadLane,
     /// 5: the destination does not serve this role.
     Refused,
-    /// 6: the session has passed the point up to which its link can be re-established.
+    /// 6: the session has passed the point up to which its link can be reestablished.
     TooLate,
     /// A status of a newer release.
     Other(u8),

@@ -38,7 +38,7 @@ pub enum ControlMessage {
         lanes: u8,
         /// Whether both sides will hash their whole memory before COMMIT.
         verify: bool,
-        /// How long the source tries to re-establish a lost link, in milliseconds.
+        /// How long the source tries to reestablish a lost link, in milliseconds.
         reconnect_ms: u32,
         /// Since version 2: the source's release.
         release: Option<Release>,

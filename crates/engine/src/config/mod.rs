@@ -46,7 +46,7 @@ const LEAST_WINDOW_FRAMES: usize = 4;
 /// The fastest link that the window is sized for, in bytes per second: 40 Gbit/s.
 const FASTEST_LINK: f64 = 5e9;
 
-/// The engine's timeouts. Every wait in the engine is bounded by one of them.
+/// The timeouts that an embedder can set.
 #[derive(Clone, Copy, Debug)]
 pub struct Timeouts {
     /// From the announcement of the guest to the destination's answer. The destination allocates

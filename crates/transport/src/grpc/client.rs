@@ -51,7 +51,7 @@ pub fn call(
     let (answer, answered) = mpsc::sync_channel(1);
     let channel = Call::new(Arc::clone(&flow), Arc::clone(&stream));
     runtime.spawn(async move {
-        // The receiver is gone after a time-out.
+        // The receiver is gone after a timeout.
         let _ = answer.send(open(socket, request, flow, stream).await);
     });
     let left = deadline.saturating_duration_since(Instant::now());

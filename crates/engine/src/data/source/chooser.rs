@@ -199,6 +199,12 @@ impl Chooser {
         self.model().set_algorithms(algorithms);
     }
 
+    /// The method, if the destination can decode it.
+    #[must_use]
+    pub fn decodable(&self, method: Method) -> Option<Method> {
+        self.model().can_be_decoded(method).then_some(method)
+    }
+
     /// Time spent on planning, summed over all workers.
     #[must_use]
     pub fn planning(&self) -> Duration {

@@ -17,7 +17,7 @@ use vmferry_transport::{Dialer, RateLimiter};
 
 use super::control::ControlLink;
 use super::orders::Orders;
-use super::redial::Redialler;
+use super::redial::Redialer;
 use crate::config::compression::worker_threads;
 use crate::config::{ChannelCount, ConfigError, SourceConfig, window_frames};
 use crate::cpu::CpuMeter;
@@ -228,7 +228,7 @@ struct Core<'a, V: Resume> {
     lanes: Vec<Arc<SourceLane>>,
     /// The senders of the lanes that have channels.
     senders: Vec<LaneSender>,
-    redialler: Redialler,
+    redialer: Redialer,
     limiter: RateLimiter,
     chooser: Arc<Chooser>,
     cpu: CpuMeter,
@@ -297,7 +297,7 @@ impl<V: Resume> Core<'_, V> {
             recv(self.control.dialled()) -> dialled => {
                 dialled.map_or(Input::Tick, |dialled| self.control.take_dialled(dialled))
             }
-            recv(self.redialler.dialled()) -> dialled => {
+            recv(self.redialer.dialled()) -> dialled => {
                 dialled.map_or(Input::Tick, |dialled| self.rejoin(dialled))
             }
             default(wait) => Input::Tick,
@@ -373,7 +373,7 @@ impl<V: Resume> Core<'_, V> {
         mut side: impl GuestSide<V>,
     ) -> (SourceGuest<V>, Option<VmError>, SourceStats) {
         self.control.stop_dialling();
-        self.redialler.stop();
+        self.redialer.stop();
         self.signal.close();
         self.lanes.iter().for_each(|lane| lane.close());
         // A sender may be waiting for the bandwidth limiter.

@@ -108,7 +108,7 @@ impl ControlLink {
         }
         let begun = dialled.channel.and_then(|channel| match dialled.what_for {
             WhatFor::Resume(_) => self.begin(channel),
-            WhatFor::Ask => self.listen(channel),
+            WhatFor::Ask => self.start_reading(channel),
         });
         match (dialled.what_for, begun) {
             (WhatFor::Resume(_), Ok(())) => Input::Resumed,
@@ -123,14 +123,14 @@ impl ControlLink {
     /// # Errors
     /// The system can't create a thread.
     pub fn begin(&mut self, channel: ControlChannel) -> Result<(), MigrateError> {
-        self.listen(channel)?;
+        self.start_reading(channel)?;
         if let Some((writer, closer)) = &self.channel {
             self.slot.set(Arc::clone(writer), closer.clone());
         }
         Ok(())
     }
 
-    fn listen(&mut self, channel: ControlChannel) -> Result<(), MigrateError> {
+    fn start_reading(&mut self, channel: ControlChannel) -> Result<(), MigrateError> {
         self.number += 1;
         let (link, inputs) = (self.number, self.heard.0.clone());
         let (lanes, cpu) = (self.lanes.clone(), self.cpu.clone());

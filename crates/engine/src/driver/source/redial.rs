@@ -14,7 +14,7 @@ use crate::driver::greeting::Purpose;
 use crate::error::MigrateError;
 
 /// Dials in separate threads, and reports the results.
-pub struct Redialler {
+pub struct Redialer {
     dialer: Dialer,
     versions: RangeInclusive<u16>,
     timeouts: Timeouts,
@@ -33,7 +33,7 @@ pub struct Redialled {
     pub joined: Result<JoinedLane, MigrateError>,
 }
 
-impl Redialler {
+impl Redialer {
     /// A redialer for a destination.
     pub fn new(dialer: &Dialer, config: &SourceConfig) -> Self {
         Self {

@@ -7,7 +7,7 @@ type Seeds = Vec<(String, Vec<u8>)>;
 
 /// All that is under way is finished well, and every message delivered.
 const GO_ON: [u8; 9] = [6, 0, 0, 8, 0, 0, 0, 3, 10];
-/// Time enough for every time-out passes.
+/// Time enough for every timeout passes.
 const WAIT: [u8; 3] = [11, 0xff, 0x3f];
 const CUT: [u8; 2] = [12, 2];
 const THE_SOURCE_DIES: [u8; 3] = [14, 2, 0];

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use vmferry_codec::FrameCounts;
+use vmferry_codec::Method;
 use vmferry_memory::PAGE_SIZE;
 use vmferry_wire::AlgorithmSet;
 
@@ -110,6 +111,12 @@ impl Model {
     /// not discarded.
     pub fn set_algorithms(&mut self, algorithms: AlgorithmSet) {
         self.algorithms = algorithms;
+    }
+
+    /// Whether the destination can decode frames of this method.
+    #[must_use]
+    pub fn can_be_decoded(&self, method: Method) -> bool {
+        self.algorithms.contains(method.algorithm())
     }
 
     pub fn set_cap(&mut self, cap: Option<u64>) {
@@ -285,7 +292,7 @@ impl Model {
     fn worth_a_trial(&self, now: Duration, link: f64) -> Option<usize> {
         let at_present = self.rate(self.current, link);
         let decodable = |encoding: &usize| {
-            ENCODINGS[*encoding].is_none_or(|method| self.algorithms.contains(method.algorithm()))
+            ENCODINGS[*encoding].is_none_or(|method| self.can_be_decoded(method))
         };
         (0..ENCODINGS.len()).filter(decodable).find(|encoding| {
             let stale = self.costs[*encoding]

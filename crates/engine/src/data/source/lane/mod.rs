@@ -185,7 +185,7 @@ impl SourceLane {
         if batch.poisoned.as_ref().is_some_and(|hinted| hinted.poison() != Some(0)) {
             // Such pages repeat a single word. LZ4 is the fastest method for them, and they shrink
             // to almost nothing.
-            decision.choice.pack = Some(Method::lz4());
+            decision.choice.pack = self.chooser.decodable(Method::lz4());
         }
         let begun = Instant::now();
         let counts = encoder.encode(self.number, batch, &mut buffer, decision.choice)?;

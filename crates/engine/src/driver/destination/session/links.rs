@@ -196,7 +196,7 @@ impl<V: DestinationVm> Session<'_, V> {
         connection.writer.set_timeout(Some(self.config.timeouts.silence))?;
         let (heard, attempt) = (self.heard.0.clone(), self.attempt);
         let speaker = Speaker::Source(FinalDue::of(&self.wants_final));
-        let link = self.listen(LinkId::CONTROL, connection, speaker, move |input| {
+        let link = self.start_reading(LinkId::CONTROL, connection, speaker, move |input| {
             heard.send(FromControl { attempt, input }).is_ok()
         })?;
         self.control.set(Arc::clone(&link.writer), link.closer.clone());
@@ -216,7 +216,7 @@ impl<V: DestinationVm> Session<'_, V> {
             old.closer.close();
         }
         let asked = self.asked.0.clone();
-        let link = self.listen(id, connection, Speaker::InDoubt, move |input| {
+        let link = self.start_reading(id, connection, Speaker::InDoubt, move |input| {
             // A query channel that ends has been answered.
             matches!(input, Input::Control { .. }) && asked.send(input).is_ok()
         })?;
@@ -224,7 +224,7 @@ impl<V: DestinationVm> Session<'_, V> {
         Ok(id)
     }
 
-    fn listen(
+    fn start_reading(
         &self,
         id: LinkId,
         connection: Connection,

@@ -63,13 +63,13 @@ impl<V: Resume> Core<'_, V> {
         if let Some(sender) = self.senders.get(usize::from(lane)) {
             sender.close_channel();
         }
-        self.redialler.dial(Purpose { role: Role::Data, lane, token, attempt }, delay);
+        self.redialer.dial(Purpose { role: Role::Data, lane, token, attempt }, delay);
     }
 
     /// Continues a lane on the redialed channel, unless it was redialed again meanwhile.
     pub(super) fn rejoin(&mut self, redialled: Redialled) -> Input {
         let Redialled { lane, attempt, joined } = redialled;
-        if !self.redialler.is_latest(lane, attempt) {
+        if !self.redialer.is_latest(lane, attempt) {
             return Input::Tick;
         }
         let Some(sender) = self.senders.get_mut(usize::from(lane)) else { return Input::Tick };

@@ -91,8 +91,7 @@ impl<V: SourceVm> GuestSide<V> for MemoryGuest {
             results: core.inputs.0.clone(),
             cpu: core.cpu.clone(),
         };
-        let no_thread = |source| MigrateError::Local { action: "start a thread", source };
-        self.workers = Some(Workers::start(context, encoders).map_err(no_thread)?);
+        self.workers = Some(Workers::start(context, encoders).map_err(MigrateError::no_thread)?);
         Ok(())
     }
 
@@ -185,9 +184,7 @@ impl MemoryGuest {
                 |hash| Input::Hashed { attempt, hash },
             ));
         });
-        spawned
-            .err()
-            .map(|source| Input::Failed(MigrateError::Local { action: "start a thread", source }))
+        spawned.err().map(|error| Input::Failed(MigrateError::no_thread(error)))
     }
 }
 

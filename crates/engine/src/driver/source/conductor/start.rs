@@ -19,7 +19,7 @@ use crate::driver::life::Life;
 use crate::driver::source::connect;
 use crate::driver::source::control::ControlLink;
 use crate::driver::source::orders::Orders;
-use crate::driver::source::redial::Redialler;
+use crate::driver::source::redial::Redialer;
 use crate::error::MigrateError;
 use crate::machine::peer::SourceSide;
 use crate::machine::source::Source;
@@ -93,7 +93,7 @@ impl<'a, V: Resume> Core<'a, V> {
             signal,
             lanes,
             senders: Vec::new(),
-            redialler: Redialler::new(dialer, &config),
+            redialer: Redialer::new(dialer, &config),
             limiter: RateLimiter::new(cap),
             chooser,
             cpu: cpu.clone(),

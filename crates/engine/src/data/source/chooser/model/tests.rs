@@ -1,5 +1,7 @@
 //! The model in simulated worlds: a link, some processors, and pages.
 
+use vmferry_wire::Algorithm;
+
 use super::*;
 
 const FRAME: u64 = 64;
@@ -193,4 +195,12 @@ fn cap_is_the_link_rate_until_it_is_measured() {
     assert_eq!(model.link_bytes_per_s(), Some(2e5));
     model.set_cap(None);
     assert_eq!(model.link_bytes_per_s(), None, "to be measured again");
+}
+
+#[test]
+fn algorithms_limit_what_can_be_decoded() {
+    let mut model = model(2);
+    assert!(model.can_be_decoded(Method::lz4()));
+    model.set_algorithms(AlgorithmSet::ALL.only(&[Algorithm::Zstd]));
+    assert!(!model.can_be_decoded(Method::lz4()));
 }
