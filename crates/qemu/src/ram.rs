@@ -120,8 +120,8 @@ impl Ram {
         }
         if state_bytes > MAX_STATE_BYTES {
             let text = format!(
-                "{} MiB of ROMs and video memory would be sent while the guest is paused; at most {} \
-                 MiB are allowed: choose a display with less video memory",
+                "{} MiB of ROMs and video memory would be sent while the guest is paused; at most \
+                 {} MiB are allowed: choose a display with less video memory",
                 state_bytes >> 20,
                 MAX_STATE_BYTES >> 20
             );

@@ -1,6 +1,6 @@
 //! How the destination processes a frame. A frame of only raw and zero pages is received directly
-//! into guest memory and checked afterwards. Any other frame is read whole, decoded and checked in a
-//! buffer, and then placed.
+//! into guest memory and checked afterwards. Any other frame is read whole, decoded and checked in
+//! a buffer, and then placed.
 //!
 //! The numbers of a lane's frames have no gaps. Frames of one round are placed in any order, since
 //! they have no page in common. Frames of the next round are not started before all of these are
