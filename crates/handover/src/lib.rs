@@ -9,7 +9,7 @@
 //!   source                                             destination
 //!
 //!   Holding  --Final(state, digest)------------------> Receiving
-//!      |                                                  | state loaded, digests agree
+//!      |                                                  | digests agree, state loaded
 //!      |  <---------------------------------READY------ Ready
 //!   Committing   journal COMMIT                           |
 //!      |                                                  |

@@ -66,7 +66,7 @@ impl Qmp {
         Ok(())
     }
 
-    /// Whether a client other than vmferry has paused the guest.
+    /// Whether another client, or QEMU itself after an error, has paused the guest.
     pub(crate) fn is_paused_by_others(&self) -> bool {
         self.life.paused_by_others
     }

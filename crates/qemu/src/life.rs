@@ -7,7 +7,7 @@ use serde_json::Value;
 /// The guest's state as one connection knows it from events.
 #[derive(Debug, Default)]
 pub(crate) struct Life {
-    /// A client other than vmferry has paused it.
+    /// Another client, or QEMU itself after an error, has paused it.
     pub paused_by_others: bool,
     /// vmferry has stopped it for a harvest, or for its whole migration.
     pub our_stop: bool,

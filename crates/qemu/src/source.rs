@@ -172,7 +172,8 @@ impl QemuSource {
         self.pid
     }
 
-    /// Whether a client other than vmferry has paused the guest, so that it stays paused.
+    /// Whether another client, or QEMU itself after an error, has paused the guest, so that it
+    /// stays paused.
     #[must_use]
     pub fn is_paused(&self) -> bool {
         self.qmp.is_paused_by_others()

@@ -147,7 +147,8 @@ impl CarriedSource {
         self.pid
     }
 
-    /// Whether a client other than vmferry has paused the guest, so that it stays paused.
+    /// Whether another client, or QEMU itself after an error, has paused the guest, so that it
+    /// stays paused.
     #[must_use]
     pub fn is_paused(&self) -> bool {
         self.monitor.orders().is_paused_by_others()
