@@ -76,7 +76,7 @@ fn doctor_checks_this_host_and_changes_nothing() {
         .output()
         .unwrap();
     let shown = String::from_utf8(shown.stdout).unwrap();
-    for words in ["ERROR", "huge pages", "-> reserve 262144 more there with", " errors, "] {
+    for words in ["ERROR", "huge pages", "-> reserve 262144 more there with", "1 error, "] {
         assert!(shown.contains(words), "{shown}");
     }
 }

@@ -9,7 +9,7 @@ fn there_and_back(version: Version, way: Way) {
     let (world, lab) = (World::new(), Lab::new());
     let (hosts, tls) = ([world.host("a"), world.host("b")], world.tls());
     let backend = if way == Way::Attached { Backend::File } else { Backend::Private };
-    let machine = Machine::on_kvm(version, "fill=16,incompressible hot=16");
+    let machine = Machine::on_kvm(version, "fill=16,incompressible hot=16,rate=40000");
     let machine = Machine { backend, vcpus: 2, ..machine };
     let mut here = machine.start_booted(&lab, "here");
     here.check_guest();

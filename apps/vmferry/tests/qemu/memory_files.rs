@@ -123,7 +123,8 @@ fn source_memory_file_keeps_its_pages_on_request_or_when_shared() {
         }
         let sent = scene.a.run(&arguments).exited(0);
         receiving.event("received");
-        assert!(blocks(&file) >= used, "--keep-source: {keep}");
+        let left = blocks(&file);
+        assert!(left >= used, "{left} of {used} blocks, --keep-source: {keep}: {sent:?}");
         let kept = sent.lines.iter().find(|line| line["event"] == "memory-kept");
         assert_eq!(kept.is_some(), !keep, "{sent:?}");
         if let Some(kept) = kept {

@@ -34,7 +34,7 @@ fn other_kinds_of_memory_are_carried() {
         (Backend::TwoNodes, Version::V7_2),
     ] {
         let world = World::new();
-        let workload = "static=40 dirty=20";
+        let workload = "static=40 dirty=20 rest=2000";
         let two = Machine { backend, vcpus: 2, kind: "pc", ..Machine::new(version, workload) };
         let machine = Machine { less_kib: 16, ..two };
         let mut here = machine.start(&world, "here");
@@ -51,7 +51,8 @@ fn other_kinds_of_memory_are_carried() {
 #[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn throttle_moves_a_guest_that_outruns_its_link() {
     let world = World::new();
-    let private = Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=12") };
+    let private =
+        Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=12 rest=2000") };
     let machine = Machine { mib: 128, ..private };
     let mut here = machine.start(&world, "here");
     here.check_guest();
@@ -174,7 +175,8 @@ fn qemu_of_another_user_is_carried() {
     }
     let world = World::new();
     world.give_to(USER).unwrap();
-    let private = Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=10") };
+    let private =
+        Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=10 rest=2000") };
     let machine = Machine { user: Some(USER), ..private };
     let mut here = machine.start(&world, "here");
     here.check_guest();
@@ -190,7 +192,8 @@ fn qemu_of_another_user_is_carried() {
 fn guest_that_can_not_be_attached_is_carried() {
     let world = World::new();
     let start = |backend, version, name: &str| {
-        let machine = Machine { backend, less_kib: 8, ..Machine::new(version, "dirty=5") };
+        let machine =
+            Machine { backend, less_kib: 8, ..Machine::new(version, "dirty=5 rest=2000") };
         machine.start(&world, name)
     };
     for (backend, version, says) in [
@@ -218,7 +221,8 @@ fn guest_that_can_not_be_attached_is_carried() {
     qemu.check_guest();
 
     // Memory that only QEMU itself can migrate.
-    let machine = Machine { backend: Backend::File, ..Machine::new(Version::V10_0, "dirty=5") };
+    let machine =
+        Machine { backend: Backend::File, ..Machine::new(Version::V10_0, "dirty=5 rest=2000") };
     let shared = format!(
         "memory-backend-file,id=shared,size=1M,share=on,mem-path={}",
         world.path_on_tmpfs("peer").display()
@@ -244,7 +248,7 @@ fn guest_whose_writes_qemu_would_lose_must_be_paused() {
         (Backend::TwoNodes, Version::V10_0, 0, true),
         (Backend::TwoNodes, Version::V10_0, 8, false),
     ] {
-        let machine = Machine { backend, less_kib, ..Machine::new(version, "dirty=5") };
+        let machine = Machine { backend, less_kib, ..Machine::new(version, "dirty=5 rest=2000") };
         let name = format!("{backend:?}-{version:?}-{less_kib}");
         let mut qemu = machine.start(&world, &name);
         let source = CarriedSource::attach(&qemu.qmp, 0).unwrap();
@@ -261,7 +265,8 @@ fn guest_that_can_not_be_migrated_is_refused() {
         "memory-backend-file,id=shared,size=1M,share=on,mem-path={}",
         world.path_on_tmpfs("shared").display()
     );
-    let machine = Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=5") };
+    let machine =
+        Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=5 rest=2000") };
     let device = "ivshmem-plain,memdev=shared,master=off";
     let mut qemu =
         machine.clone().with(&["-object", &shared, "-device", device]).start(&world, "blocked");

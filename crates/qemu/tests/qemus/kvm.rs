@@ -68,7 +68,7 @@ impl Case {
         let mut machine = Machine {
             kind: self.kind,
             vcpus: self.vcpus,
-            ..Machine::on_kvm(self.version, "fill=16,incompressible hot=24,random")
+            ..Machine::on_kvm(self.version, "fill=16,incompressible hot=24,random,rate=40000")
         };
         let mut mounted = None;
         match self.memory {
@@ -173,7 +173,7 @@ fn microvm_guests_move_on_kvm() {
      back before the guest sees it"]
 fn kvm_lets_the_guest_skip_end_of_interrupt_writes() {
     let world = World::new();
-    let mut qemu = Machine::on_kvm(Version::V10_0, "hot=8").start_booted(&world, "qemu");
+    let mut qemu = Machine::on_kvm(Version::V10_0, "hot=8,rate=40000").start_booted(&world, "qemu");
     qemu.wait_for("saves ends of interrupts", |said| said.get("eois_saved") > 0);
 }
 
@@ -181,7 +181,7 @@ fn kvm_lets_the_guest_skip_end_of_interrupt_writes() {
 #[test]
 fn kvm_offers_to_skip_end_of_interrupt_writes() {
     let world = World::new();
-    let machine = Machine { vcpus: 2, ..Machine::on_kvm(Version::V10_0, "hot=8") };
+    let machine = Machine { vcpus: 2, ..Machine::on_kvm(Version::V10_0, "hot=8,rate=40000") };
     let mut qemu = machine.start_booted(&world, "qemu");
     let said =
         qemu.wait_for("sees offers", |said| said.get("eois_offered") + said.get("eois_saved") > 0);

@@ -11,7 +11,7 @@ use vmferry_qemu::QemuSource;
 use vmferry_qemu_lab::{Machine, Qemu, Version, World};
 
 /// The guest's workload, and the address of the first page that it rewrites.
-const WORKLOAD: &str = "fill=8,incompressible hot=8";
+const WORKLOAD: &str = "fill=8,incompressible hot=8,rate=40000";
 const HOT_ADDRESS: u64 = 24 << 20;
 
 /// Slow, so that KVM writes its pages often after they were copied: it rewrites the whole clock

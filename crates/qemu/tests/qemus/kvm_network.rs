@@ -68,7 +68,7 @@ fn travel(version: Version, vhost: &str, attached: bool) {
     let world = World::new();
     let backend = format!("tap,id=net,ifname={TAP},script=no,downscript=no,vhost={vhost}");
     let device = format!("virtio-net-device,netdev=net,mac={}", GUEST.mac);
-    let workload = format!("fill=8,incompressible hot=8 net={PORT}");
+    let workload = format!("fill=8,incompressible hot=8,rate=40000 net={PORT}");
     let machine = Machine { kind: "microvm", vcpus: 2, ..Machine::on_kvm(version, &workload) };
     let modern = ["-global", "virtio-mmio.force-legacy=false"];
     let machine = machine.with(&modern).with(&["-netdev", &backend, "-device", &device]);

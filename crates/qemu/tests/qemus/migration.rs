@@ -36,22 +36,30 @@ fn machines() -> Vec<Machine> {
         let newest = version == Version::V10_0;
         let machine = |workload: &str| Machine::new(version, workload);
         if all || newest {
-            machines.push(Machine { vcpus: 2, ..machine("static=40 dirty=20") });
+            machines.push(Machine { vcpus: 2, ..machine("static=40 dirty=20 rest=2000") });
             // QEMU carries video memory; memory above 4 GiB is the same block at another address.
-            let large = Machine { mib: 4096, ..machine("dirty=10") };
+            let large = Machine { mib: 4096, ..machine("dirty=10 rest=2000") };
             machines.push(large.with(&["-device", "VGA"]));
         }
         if all || !newest {
             let backend = Backend::TwoNodes;
-            machines.push(Machine { backend, kind: "pc", ..machine("static=60 dirty=10") });
+            machines.push(Machine {
+                backend,
+                kind: "pc",
+                ..machine("static=60 dirty=10 rest=2000")
+            });
         }
         if version == Version::V7_2 {
-            machines.push(Machine { backend: Backend::Memfd, ..machine("dirty=20") });
+            machines.push(Machine { backend: Backend::Memfd, ..machine("dirty=20 rest=2000") });
         }
         if all {
             machines.push(machine("static=10"));
-            machines.push(Machine { mib: 512, ..machine("dirty=100") });
-            machines.push(Machine { kind: "pc", vcpus: 2, ..machine("static=100 dirty=5") });
+            machines.push(Machine { mib: 512, ..machine("dirty=100 rest=2000") });
+            machines.push(Machine {
+                kind: "pc",
+                vcpus: 2,
+                ..machine("static=100 dirty=5 rest=2000")
+            });
         }
     }
     machines
@@ -76,7 +84,7 @@ fn guests_of_huge_pages_move() {
         let mounted = Mounted::new(&directory, kind, 2 * 128 + 2).unwrap();
         let machine = Machine {
             memory_directory: Some(directory),
-            ..Machine::on_kvm(Version::V10_0, "fill=40,incompressible hot=20")
+            ..Machine::on_kvm(Version::V10_0, "fill=40,incompressible hot=20,rate=40000")
         };
         travel_in(&world, &machine, 3);
         drop(mounted);
