@@ -43,7 +43,7 @@ fn dirty_log_sees_every_write_of_guest_and_device() {
 #[test]
 fn device_log_sees_every_write_with_every_strategy() {
     for device_log in SoftwareWay::ALL {
-        let config = MachineConfig { device_log, ..config(GuestKind::Kvm, 1, "ticks hot=4") };
+        let config = MachineConfig { device_log, ..config(GuestKind::Kvm, 1, "ticks hot=4,rate=40000") };
         let (name, report) = migrate(&config, |machine| machine.dirty_log().unwrap());
         assert_eq!(report.corruptions, 0, "{name} {device_log}: {report:?}");
     }
@@ -76,7 +76,7 @@ fn auto_log_depends_on_the_memory_size() {
 fn dirty_ring_that_is_full_loses_nothing() {
     let config = MachineConfig {
         dirty_log: LogChoice::KvmRing,
-        ..config(GuestKind::Kvm, 2, "ticks fill=4,incompressible hot=24,random")
+        ..config(GuestKind::Kvm, 2, "ticks fill=4,incompressible hot=24,random,rate=40000")
     };
     let mut source = Machine::new(config.clone()).unwrap();
     let kvm = KvmConfig {
