@@ -8,7 +8,7 @@ use serde_json::Value;
 /// Moves a hot guest `times` times, verifies its whole memory each time, and checks the guest at
 /// the end.
 fn move_around(flags: &[&str], log: &str, times: usize) {
-    move_workload("fill=8,text hot=24,random ticks", flags, log, times);
+    move_workload("fill=8,text hot=24,random,rate=40000 ticks", flags, log, times);
 }
 
 /// The same with any workload.
@@ -114,7 +114,7 @@ fn guest_moves_with_userfaultfd_under_threads() {
 /// The display is in its own memory slots, which every dirty log must cover.
 #[test]
 fn guest_moves_with_a_display_and_memory_that_is_read() {
-    for workload in ["display", "read=24 ticks", "display fill=8,text read=8 hot=8,random"] {
+    for workload in ["display", "read=24 ticks", "display fill=8,text read=8 hot=8,random,rate=40000"] {
         move_workload(workload, &["--guest", "process", "--vcpus", "2"], "uffd", 2);
         need_kvm();
         for log in ["bitmap", "clear", "uffd"] {

@@ -13,7 +13,7 @@ fn moves(listen: &str, tls: bool, send_to: impl Fn(&str) -> String) {
     let directory = world.tls();
     let tls = if tls { vec!["--tls", &directory] } else { vec![] };
     let (a, b) = (world.host("a"), world.host("b"));
-    let workload = "fill=8,text hot=24,random ticks";
+    let workload = "fill=8,text hot=24,random,rate=40000 ticks";
     let vmm = a.guest("web", &["--memory", "64M", "--workload", workload]);
     let (mut next, address) = b.receive(&[&["--listen", listen, "--once"][..], &tls[..]].concat());
     let to = send_to(&address);
