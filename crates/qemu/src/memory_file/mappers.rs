@@ -36,7 +36,6 @@ const FIRST_NAMESPACES: [(&str, &str); 2] =
 ///
 /// # Errors
 /// If `/proc` can't be read.
-/// If there is no `/proc` to be read.
 pub fn find(file: (u64, u64), is_known: impl Fn(u32) -> bool) -> Result<Seen, QemuError> {
     let failed = |source| QemuError::Local { action: "list the processes of this host", source };
     let mut unseen = is_limited();
@@ -52,11 +51,12 @@ pub fn find(file: (u64, u64), is_known: impl Fn(u32) -> bool) -> Result<Seen, Qe
             let maps = std::fs::read(entry.path().join("maps"))?;
             Ok::<_, io::Error>(has_mapped(&String::from_utf8_lossy(&maps), &inode, file))
         };
-        match has_mapped() {
-            Ok(true) if stays(pid, &is_known, has_mapped) => {
+        let keeps = || Ok(has_mapped()? && stays(pid, &is_known, has_mapped)?);
+        match keeps() {
+            Ok(true) => {
                 return Ok(Seen { mapper: Some(Mapper { pid, name: name_of(pid) }), unseen });
             }
-            Ok(_) => {}
+            Ok(false) => {}
             Err(error) if is_gone(&error) => {}
             Err(error) => {
                 unseen.get_or_insert_with(|| {
@@ -70,12 +70,16 @@ pub fn find(file: (u64, u64), is_known: impl Fn(u32) -> bool) -> Result<Seen, Qe
 
 /// Whether a process keeps a file mapped, as `has` reports. Between `fork` and `exec` a process has
 /// the mappings of its parent: a copy of a known process is given time to call `exec` or to end.
-fn stays(pid: u32, is_known: &impl Fn(u32) -> bool, has: impl Fn() -> io::Result<bool>) -> bool {
+fn stays(
+    pid: u32,
+    is_known: &impl Fn(u32) -> bool,
+    has: impl Fn() -> io::Result<bool>,
+) -> io::Result<bool> {
     let deadline = Instant::now() + START_TIMEOUT;
     while is_copy_of(pid, is_known) && Instant::now() < deadline {
         std::thread::sleep(LOOK_PERIOD);
     }
-    has().unwrap_or(false)
+    has()
 }
 
 /// Whether a process is a forked copy of a known ancestor.
