@@ -1,6 +1,6 @@
 //! The source: its guest, its disk, and a process that drives the engine's machine.
 
-mod dialling;
+mod dialing;
 mod guest_side;
 mod lanes;
 mod link_record;
@@ -170,7 +170,7 @@ impl SourceHost {
         }
         if self.ended == Some(SourceEnd::Kept) && network.reaches() && !network.is_away() {
             let newcomer = network.open();
-            let hello = dialling::hello(Role::Control, 0, Token([0; 16]));
+            let hello = dialing::hello(Role::Control, 0, Token([0; 16]));
             network.send(newcomer, Host::Destination, "greeting", hello);
         }
     }
@@ -254,8 +254,8 @@ impl SourceHost {
     /// Bytes have arrived.
     pub fn deliver(&mut self, channel: ChannelId, bytes: &[u8], network: &mut Network) {
         let Some(process) = &mut self.process else { return };
-        let inputs = if process.is_dialling(channel) {
-            process.dialled(channel, bytes, network).into_iter().collect()
+        let inputs = if process.is_dialing(channel) {
+            process.dialed(channel, bytes, network).into_iter().collect()
         } else if let Some(lane) = process.lane_of(channel) {
             process.heard_on_lane(lane, bytes)
         } else if process.control == Some(channel) {
@@ -303,8 +303,8 @@ impl SourceHost {
         if self.sabotage == Some(Sabotage::NoClock) {
             return;
         }
-        let input = if process.is_dialling(channel) {
-            process.dialled_in_vain(channel)
+        let input = if process.is_dialing(channel) {
+            process.dialed_in_vain(channel)
         } else if let Some(lane) = process.lane_of(channel) {
             if process.runs_on_before_ready() {
                 return;

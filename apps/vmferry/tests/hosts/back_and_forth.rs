@@ -114,7 +114,9 @@ fn guest_moves_with_userfaultfd_under_threads() {
 /// The display is in its own memory slots, which every dirty log must cover.
 #[test]
 fn guest_moves_with_a_display_and_memory_that_is_read() {
-    for workload in ["display", "read=24 ticks", "display fill=8,text read=8 hot=8,random,rate=40000"] {
+    for workload in
+        ["display", "read=24 ticks", "display fill=8,text read=8 hot=8,random,rate=40000"]
+    {
         move_workload(workload, &["--guest", "process", "--vcpus", "2"], "uffd", 2);
         need_kvm();
         for log in ["bitmap", "clear", "uffd"] {

@@ -75,7 +75,7 @@ impl Predictor {
         self.limits = limits;
     }
 
-    /// Sets the present throttling of the vCPUs in per cent, for the verdict.
+    /// Sets the present throttling of the vCPUs in percent, for the verdict.
     pub fn throttled(&mut self, percent: u8) {
         self.throttle_percent = percent;
     }

@@ -48,7 +48,7 @@ pub struct Estimate {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 pub struct Contents {
-    /// Share of pages that are all zero, in per cent.
+    /// Share of pages that are all zero, in percent.
     pub zero_percent: f64,
     /// Uncompressed bytes of the other pages divided by their size with LZ4, at least 1.
     pub compression_ratio: f64,

@@ -12,23 +12,23 @@ pub struct Throttle {
     pages_before: Option<u64>,
 }
 
-/// The increment of one step, in per cent.
+/// The increment of one step, in percent.
 const THROTTLE_STEP: u8 = 20;
 
 impl Throttle {
-    /// Throttles up to `most` per cent; 0 never throttles.
+    /// Throttles up to `most` percent; 0 never throttles.
     #[must_use]
     pub fn new(most: u8) -> Self {
         Self { most, percent: 0, pages_before: None }
     }
 
-    /// The present setting in per cent.
+    /// The present setting in percent.
     #[must_use]
     pub fn percent(&self) -> u8 {
         self.percent
     }
 
-    /// The upper limit in per cent.
+    /// The upper limit in percent.
     #[must_use]
     pub fn most(&self) -> u8 {
         self.most
@@ -40,7 +40,7 @@ impl Throttle {
         self.percent < self.most
     }
 
-    /// Changes the upper limit to `most` per cent, and returns the new setting if it must change.
+    /// Changes the upper limit to `most` percent, and returns the new setting if it must change.
     pub fn set_most(&mut self, most: u8) -> Option<u8> {
         self.most = most;
         (self.percent > most).then(|| {

@@ -88,7 +88,7 @@ pub struct RoundStart {
     pub stood_still: Duration,
     /// The rate at which the guest dirtied pages before the round, in pages per second.
     pub dirty_pages_per_s: f64,
-    /// The throttling of the vCPUs, in per cent of their time.
+    /// The throttling of the vCPUs, in percent of their time.
     pub throttle_percent: u8,
     /// Whether the guest is paused.
     pub paused: bool,

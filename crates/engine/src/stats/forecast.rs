@@ -20,7 +20,7 @@ pub struct Measures {
     pub link_bytes_per_s: f64,
     /// Bytes of whole pages divided by the bytes sent for them.
     pub compression_ratio: f64,
-    /// The present throttling of the vCPUs, in per cent of their time.
+    /// The present throttling of the vCPUs, in percent of their time.
     pub throttle_percent: u8,
     /// The cap on the data channels, in bytes per second.
     pub max_bandwidth: Option<u64>,
@@ -55,7 +55,7 @@ pub struct Forecast {
     pub link_bytes_per_s: f64,
     /// Bytes of whole pages divided by the bytes sent for them.
     pub compression_ratio: f64,
-    /// The throttling of the vCPUs, in per cent of their time.
+    /// The throttling of the vCPUs, in percent of their time.
     pub throttle_percent: u8,
     /// The predicted downtime of a handover now, in milliseconds.
     pub predicted_downtime_ms: f64,

@@ -194,7 +194,7 @@ pub trait SourceVm: Resume {
         Ok(Box::new(()))
     }
 
-    /// Limits the guest's vCPUs to `100 - percent` per cent of their time, so that the guest writes
+    /// Limits the guest's vCPUs to `100 - percent` percent of their time, so that the guest writes
     /// less. 0 removes every limit.
     ///
     /// # Errors

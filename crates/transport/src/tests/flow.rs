@@ -124,7 +124,7 @@ fn cut_link_is_an_error_and_an_announced_end_is_not() {
         assert_eq!(error.kind(), std::io::ErrorKind::UnexpectedEof, "{address}: {error:?}");
 
         let (accepted, dialed) = pair(&listener, &dialer);
-        let (_dialled_reader, mut writer) = dialed.split();
+        let (_dialed_reader, mut writer) = dialed.split();
         writer.finish().unwrap();
         let (mut reader, _writer) = accepted.split();
         assert_eq!(reader.read(&mut [0; 8]).unwrap(), 0);

@@ -11,7 +11,7 @@ use vmferry::rounds::tracker::LaneTotals;
 use vmferry_wire::{Role, Token};
 
 use super::Process;
-use super::dialling::{greeted, hello};
+use super::dialing::{greeted, hello};
 use crate::host::Host;
 use crate::network::{ChannelId, Event, Network};
 use crate::plan::Sabotage;

@@ -17,7 +17,7 @@ use vmferry_handover::{Running, SourceGuest};
 use vmferry_memory::whole_hash_except;
 use vmferry_wire::{ControlMessage, Role, SessionId, Token};
 
-use super::dialling::Dialling;
+use super::dialing::Dialing;
 use super::lanes::Lane;
 use crate::disk::SimJournal;
 use crate::guest::{Guest, Vm};
@@ -40,7 +40,7 @@ pub(super) struct Process {
     /// The control channel, or the query channel.
     pub(super) control: Option<ChannelId>,
     /// Attempts in progress.
-    pub(super) dialling: Vec<Dialling>,
+    pub(super) dialing: Vec<Dialing>,
     pub(super) dials: u64,
     /// The number of lanes to open.
     pub(super) channels: u8,
@@ -86,7 +86,7 @@ impl Process {
             journal,
             session,
             control,
-            dialling: Vec::new(),
+            dialing: Vec::new(),
             dials: 0,
             channels,
             lanes: Vec::new(),
@@ -97,9 +97,9 @@ impl Process {
 
     pub(super) fn close(mut self, network: &mut Network) {
         self.harvester.freed().end();
-        let dialled = self.dialling.iter().filter_map(|dialling| dialling.channel);
+        let dialed = self.dialing.iter().filter_map(|dialing| dialing.channel);
         let lanes = self.lanes.iter().map(|lane| lane.channel);
-        for channel in lanes.chain(self.control).chain(dialled) {
+        for channel in lanes.chain(self.control).chain(dialed) {
             network.close(channel, Host::Source);
         }
     }

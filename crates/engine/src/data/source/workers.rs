@@ -118,5 +118,4 @@ impl WorkerContext {
 }
 
 #[cfg(test)]
-#[path = "workers_tests.rs"]
 mod tests;

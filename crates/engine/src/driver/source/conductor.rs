@@ -294,11 +294,11 @@ impl<V: Resume> Core<'_, V> {
                 Ok(input) => input,
                 Err(_) => Input::Tick,
             },
-            recv(self.control.dialled()) -> dialled => {
-                dialled.map_or(Input::Tick, |dialled| self.control.take_dialled(dialled))
+            recv(self.control.dialed()) -> dialed => {
+                dialed.map_or(Input::Tick, |dialed| self.control.take_dialed(dialed))
             }
-            recv(self.redialer.dialled()) -> dialled => {
-                dialled.map_or(Input::Tick, |dialled| self.rejoin(dialled))
+            recv(self.redialer.dialed()) -> dialed => {
+                dialed.map_or(Input::Tick, |dialed| self.rejoin(dialed))
             }
             default(wait) => Input::Tick,
         }
@@ -372,7 +372,7 @@ impl<V: Resume> Core<'_, V> {
         mut self,
         mut side: impl GuestSide<V>,
     ) -> (SourceGuest<V>, Option<VmError>, SourceStats) {
-        self.control.stop_dialling();
+        self.control.stop_dialing();
         self.redialer.stop();
         self.signal.close();
         self.lanes.iter().for_each(|lane| lane.close());

@@ -38,12 +38,12 @@ pub struct ControlLink {
     /// The number of the channel in use: inputs of an old one are ignored.
     number: u64,
     heard: (Sender<FromLink>, Receiver<FromLink>),
-    dialling: Option<Sender<()>>,
-    dialled: (Sender<Dialled>, Receiver<Dialled>),
+    dialing: Option<Sender<()>>,
+    dialed: (Sender<Dialed>, Receiver<Dialed>),
 }
 
 /// The result of dialing, and its purpose.
-pub struct Dialled {
+pub struct Dialed {
     link: u64,
     what_for: WhatFor,
     channel: Result<ControlChannel, MigrateError>,
@@ -76,8 +76,8 @@ impl ControlLink {
             slot: Arc::default(),
             number: 0,
             heard: crossbeam_channel::bounded(connect::MOST_HEARD),
-            dialling: None,
-            dialled: crossbeam_channel::unbounded(),
+            dialing: None,
+            dialed: crossbeam_channel::unbounded(),
         }
     }
 
@@ -91,9 +91,9 @@ impl ControlLink {
         &self.heard.1
     }
 
-    /// Results of dialing; for [`take_dialled`](Self::take_dialled).
-    pub fn dialled(&self) -> &Receiver<Dialled> {
-        &self.dialled.1
+    /// Results of dialing; for [`take_dialed`](Self::take_dialed).
+    pub fn dialed(&self) -> &Receiver<Dialed> {
+        &self.dialed.1
     }
 
     /// The input, if it is from the channel in use.
@@ -102,15 +102,15 @@ impl ControlLink {
     }
 
     /// Continues on the dialed channel, unless another one was dialed meanwhile.
-    pub fn take_dialled(&mut self, dialled: Dialled) -> Input {
-        if dialled.link != self.number {
+    pub fn take_dialed(&mut self, dialed: Dialed) -> Input {
+        if dialed.link != self.number {
             return Input::Tick;
         }
-        let begun = dialled.channel.and_then(|channel| match dialled.what_for {
+        let begun = dialed.channel.and_then(|channel| match dialed.what_for {
             WhatFor::Resume(_) => self.begin(channel),
             WhatFor::Ask => self.start_reading(channel),
         });
-        match (dialled.what_for, begun) {
+        match (dialed.what_for, begun) {
             (WhatFor::Resume(_), Ok(())) => Input::Resumed,
             (WhatFor::Resume(_), Err(error)) => Input::NotResumed(error),
             (WhatFor::Ask, Ok(())) => Input::Tick,
@@ -169,8 +169,8 @@ impl ControlLink {
         self.channel = None;
         self.number += 1;
         let (stop, stopped) = crossbeam_channel::bounded(1);
-        self.dialling = Some(stop);
-        let (dialer, answers, link) = (self.dialer.clone(), self.dialled.0.clone(), self.number);
+        self.dialing = Some(stop);
+        let (dialer, answers, link) = (self.dialer.clone(), self.dialed.0.clone(), self.number);
         let (session, versions, silence) = (self.session, self.versions.clone(), self.silence);
         let spawned = std::thread::Builder::new().name("dial".into()).spawn(move || {
             if connect::wait(delay, &stopped) {
@@ -180,18 +180,18 @@ impl ControlLink {
                     }
                     WhatFor::Ask => connect::ask(&dialer, session, &versions, silence),
                 };
-                let _ = answers.send(Dialled { link, what_for, channel });
+                let _ = answers.send(Dialed { link, what_for, channel });
             }
         });
         if let Err(source) = spawned {
             let channel = Err(MigrateError::no_thread(source));
-            let _ = self.dialled.0.send(Dialled { link, what_for, channel });
+            let _ = self.dialed.0.send(Dialed { link, what_for, channel });
         }
     }
 
     /// Stops dialing.
-    pub fn stop_dialling(&mut self) {
-        drop(self.dialling.take());
+    pub fn stop_dialing(&mut self) {
+        drop(self.dialing.take());
     }
 
     /// Lets the last message reach the destination. Closing the channel while the peer is still

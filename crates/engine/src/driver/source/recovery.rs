@@ -85,8 +85,8 @@ pub fn recover<V: Resume>(
             recv(control.heard()) -> from => {
                 from.map_or(Input::Tick, |from| control.take_heard(from))
             }
-            recv(control.dialled()) -> dialled => {
-                dialled.map_or(Input::Tick, |dialled| control.take_dialled(dialled))
+            recv(control.dialed()) -> dialed => {
+                dialed.map_or(Input::Tick, |dialed| control.take_dialed(dialed))
             }
             recv(inputs.1) -> input => input.unwrap_or(Input::Tick),
             default(wait) => Input::Tick,
@@ -134,7 +134,7 @@ impl<V: Resume> Recovery<V> {
     }
 
     fn finish(mut self, ending: &Ending) -> Recovered<V> {
-        self.control.stop_dialling();
+        self.control.stop_dialing();
         self.control.say_goodbye();
         self.control.close();
         match (self.guest, ending, self.failure) {

@@ -20,11 +20,11 @@ pub struct Redialer {
     timeouts: Timeouts,
     /// By lane: the latest attempt, and a sender whose drop ends the delay before it.
     waiting: BTreeMap<u8, (u64, Sender<()>)>,
-    dialled: (Sender<Redialled>, Receiver<Redialled>),
+    dialed: (Sender<Redialed>, Receiver<Redialed>),
 }
 
 /// The result of an attempt.
-pub struct Redialled {
+pub struct Redialed {
     /// The lane of the channel.
     pub lane: u8,
     /// The number of the attempt.
@@ -41,7 +41,7 @@ impl Redialer {
             versions: config.protocol.range().clone(),
             timeouts: config.timeouts,
             waiting: BTreeMap::new(),
-            dialled: crossbeam_channel::unbounded(),
+            dialed: crossbeam_channel::unbounded(),
         }
     }
 
@@ -51,23 +51,23 @@ impl Redialer {
         let Purpose { lane, attempt, .. } = purpose;
         self.waiting.insert(lane, (attempt, stop));
         let (dialer, versions) = (self.dialer.clone(), self.versions.clone());
-        let (timeouts, results) = (self.timeouts, self.dialled.0.clone());
+        let (timeouts, results) = (self.timeouts, self.dialed.0.clone());
         let spawned =
             std::thread::Builder::new().name(format!("lane{lane}-dial")).spawn(move || {
                 if connect::wait(delay, &stopped) {
                     let joined = connect::data(&dialer, purpose, &versions, &timeouts);
-                    let _ = results.send(Redialled { lane, attempt, joined });
+                    let _ = results.send(Redialed { lane, attempt, joined });
                 }
             });
         if let Err(source) = spawned {
             let joined = Err(MigrateError::no_thread(source));
-            let _ = self.dialled.0.send(Redialled { lane, attempt, joined });
+            let _ = self.dialed.0.send(Redialed { lane, attempt, joined });
         }
     }
 
     /// The results of the attempts.
-    pub fn dialled(&self) -> &Receiver<Redialled> {
-        &self.dialled.1
+    pub fn dialed(&self) -> &Receiver<Redialed> {
+        &self.dialed.1
     }
 
     /// Whether this is the latest attempt for a lane.

@@ -13,7 +13,7 @@ pub struct Change {
     pub downtime_limit: Option<Duration>,
     /// The most rounds with the guest running, including those already sent.
     pub max_rounds: Option<RoundLimit>,
-    /// The most per cent of their time that the vCPUs may lose; 0 removes the throttling.
+    /// The most percent of their time that the vCPUs may lose; 0 removes the throttling.
     pub throttle: Option<ThrottleLimit>,
 }
 

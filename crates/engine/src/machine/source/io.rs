@@ -225,7 +225,7 @@ pub enum Action {
     LimitDowntime(Duration),
     /// Throttle the vCPUs.
     Throttle {
-        /// Throttling in per cent.
+        /// Throttling in percent.
         percent: u8,
     },
     /// Let a carried guest's VMM stop it as soon as possible, whatever is left to send: `Stopped`.
@@ -330,7 +330,7 @@ pub enum Report {
     },
     /// The throttling of the vCPUs has changed.
     Throttled {
-        /// Throttling in per cent.
+        /// Throttling in percent.
         percent: u8,
     },
     /// The guest is paused.

@@ -24,7 +24,7 @@ pub enum Advice {
         link_bytes_per_s: f64,
         /// Bytes of whole pages divided by the bytes sent for them.
         compression_ratio: f64,
-        /// The present throttling of the vCPUs, in per cent of their time.
+        /// The present throttling of the vCPUs, in percent of their time.
         throttle_percent: u8,
         /// A bandwidth cap that would suffice, in bytes per second, if there is a cap now.
         bandwidth: Option<f64>,

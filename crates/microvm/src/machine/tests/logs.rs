@@ -43,7 +43,8 @@ fn dirty_log_sees_every_write_of_guest_and_device() {
 #[test]
 fn device_log_sees_every_write_with_every_strategy() {
     for device_log in SoftwareWay::ALL {
-        let config = MachineConfig { device_log, ..config(GuestKind::Kvm, 1, "ticks hot=4,rate=40000") };
+        let config =
+            MachineConfig { device_log, ..config(GuestKind::Kvm, 1, "ticks hot=4,rate=40000") };
         let (name, report) = migrate(&config, |machine| machine.dirty_log().unwrap());
         assert_eq!(report.corruptions, 0, "{name} {device_log}: {report:?}");
     }

@@ -50,7 +50,7 @@ const SLOW_LINK: f64 = 400e6;
 /// If a smaller fraction of the kept pages become deltas, deltas are mostly skipped: nine pages of
 /// ten are compared in vain.
 const FEW_DELTAS: f64 = 0.1;
-/// Deltas are then tried with one frame in this number, which costs less than two per cent.
+/// Deltas are then tried with one frame in this number, which costs less than two percent.
 const DELTA_TRIAL_FRAMES: u32 = 64;
 
 /// Pages with content per second while an encoding was the present one, and when that was measured.

@@ -11,7 +11,7 @@ use crate::data::source::lane::{LaneSender, SenderContext};
 use crate::driver::greeting::Purpose;
 use crate::driver::source::connect;
 use crate::driver::source::connect::JoinedLane;
-use crate::driver::source::redial::Redialled;
+use crate::driver::source::redial::Redialed;
 use crate::error::MigrateError;
 use crate::link::lost;
 use crate::machine::source::io::Input;
@@ -67,8 +67,8 @@ impl<V: Resume> Core<'_, V> {
     }
 
     /// Continues a lane on the redialed channel, unless it was redialed again meanwhile.
-    pub(super) fn rejoin(&mut self, redialled: Redialled) -> Input {
-        let Redialled { lane, attempt, joined } = redialled;
+    pub(super) fn rejoin(&mut self, redialed: Redialed) -> Input {
+        let Redialed { lane, attempt, joined } = redialed;
         if !self.redialer.is_latest(lane, attempt) {
             return Input::Tick;
         }

@@ -20,7 +20,7 @@ use crate::network::{ChannelId, Event, Network};
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// An attempt that waits for its time or for its answer.
-pub(super) struct Dialling {
+pub(super) struct Dialing {
     dial: Dial,
     pub(super) channel: Option<ChannelId>,
 }
@@ -38,40 +38,40 @@ impl Process {
         self.dials += 1;
         let dial = Dial { role, lane, token, attempt, number: self.dials };
         let (replaced, others) =
-            self.dialling.drain(..).partition(|known| dial.replaces(&known.dial));
-        self.dialling = others;
-        for channel in replaced.into_iter().filter_map(|replaced: Dialling| replaced.channel) {
+            self.dialing.drain(..).partition(|known| dial.replaces(&known.dial));
+        self.dialing = others;
+        for channel in replaced.into_iter().filter_map(|replaced: Dialing| replaced.channel) {
             network.close(channel, Host::Source);
         }
-        self.dialling.push(Dialling { dial, channel: None });
+        self.dialing.push(Dialing { dial, channel: None });
         network.after(delay, Event::Dial { process: self.number, dial });
     }
 
-    fn take_dialling(&mut self, wanted: impl Fn(&Dialling) -> bool) -> Option<Dialling> {
-        let at = self.dialling.iter().position(wanted)?;
-        Some(self.dialling.swap_remove(at))
+    fn take_dialing(&mut self, wanted: impl Fn(&Dialing) -> bool) -> Option<Dialing> {
+        let at = self.dialing.iter().position(wanted)?;
+        Some(self.dialing.swap_remove(at))
     }
 
     /// The channel that is being dialed has ended.
-    pub(super) fn dialled_in_vain(&mut self, channel: ChannelId) -> Option<Input> {
-        let dialling = self.take_dialling(|known| known.channel == Some(channel))?;
+    pub(super) fn dialed_in_vain(&mut self, channel: ChannelId) -> Option<Input> {
+        let dialing = self.take_dialing(|known| known.channel == Some(channel))?;
         let end = std::io::ErrorKind::UnexpectedEof.into();
-        Some(dialling.dial.failed(lost("dialled", "the greeting", &end)))
+        Some(dialing.dial.failed(lost("dialed", "the greeting", &end)))
     }
 
     /// Whether the answer to a greeting is awaited on a channel.
-    pub(super) fn is_dialling(&self, channel: ChannelId) -> bool {
-        self.dialling.iter().any(|known| known.channel == Some(channel))
+    pub(super) fn is_dialing(&self, channel: ChannelId) -> bool {
+        self.dialing.iter().any(|known| known.channel == Some(channel))
     }
 
     /// The answer has come.
-    pub(super) fn dialled(
+    pub(super) fn dialed(
         &mut self,
         channel: ChannelId,
         bytes: &[u8],
         network: &mut Network,
     ) -> Option<Input> {
-        let Dialling { dial, .. } = self.take_dialling(|known| known.channel == Some(channel))?;
+        let Dialing { dial, .. } = self.take_dialing(|known| known.channel == Some(channel))?;
         let placed = match greeted(bytes) {
             Ok(placed) => placed,
             Err(error) => {
@@ -108,13 +108,13 @@ impl SourceHost {
         let session = self.config.session;
         let silence = self.config.timeouts.silence;
         let Some(process) = self.process.as_mut().filter(|_| number == self.number) else { return };
-        let Some(dialling) = process.dialling.iter_mut().find(|known| known.dial == dial) else {
+        let Some(dialing) = process.dialing.iter_mut().find(|known| known.dial == dial) else {
             return;
         };
         let (wait, error) = if network.is_stranger() {
             let wait = Duration::from_millis(2);
             if dial.role == Role::Query {
-                process.dialling.retain(|known| known.dial != dial);
+                process.dialing.retain(|known| known.dial != dial);
                 let message = ControlMessage::Answer { session, word: SessionWord::Unknown };
                 let input = Input::Control(self.sabotaged(message));
                 return network.after(wait, Event::Source(number, input));
@@ -122,13 +122,13 @@ impl SourceHost {
             (wait, refused(HelloStatus::BadToken))
         } else if network.is_away() {
             let refused = std::io::ErrorKind::ConnectionRefused.into();
-            (Duration::from_millis(1), lost("dialled", "the connection", &refused))
+            (Duration::from_millis(1), lost("dialed", "the connection", &refused))
         } else if !network.reaches() || !destination_listens {
             let wait = if network.reaches() { Duration::from_millis(1) } else { CONNECT_TIMEOUT };
             (wait, MigrateError::TimedOut { what: "a connection", after: CONNECT_TIMEOUT })
         } else {
             let channel = network.open();
-            dialling.channel = Some(channel);
+            dialing.channel = Some(channel);
             network.send(channel, Host::Destination, "greeting", dial.hello());
             (silence, MigrateError::TimedOut { what: "the answer to a greeting", after: silence })
         };
@@ -144,8 +144,8 @@ impl SourceHost {
         network: &mut Network,
     ) {
         let Some(process) = self.process.as_mut().filter(|_| number == self.number) else { return };
-        let Some(dialling) = process.take_dialling(|known| known.dial == dial) else { return };
-        if let Some(channel) = dialling.channel {
+        let Some(dialing) = process.take_dialing(|known| known.dial == dial) else { return };
+        if let Some(channel) = dialing.channel {
             network.close(channel, Host::Source);
         }
         self.tell(dial.failed(error), network);
@@ -161,7 +161,7 @@ pub(super) fn hello(role: Role, lane: u8, token: Token) -> Vec<u8> {
 pub(super) fn greeted(bytes: &[u8]) -> Result<u64, MigrateError> {
     let end = std::io::ErrorKind::UnexpectedEof.into();
     let bytes: &[u8; HELLO_REPLY_BYTES] =
-        bytes.try_into().map_err(|_| lost("dialled", "the greeting", &end))?;
+        bytes.try_into().map_err(|_| lost("dialed", "the greeting", &end))?;
     let reply = HelloReply::parse(bytes).map_err(|error| MigrateError::Protocol {
         channel: "greeting".into(),
         offset: 0,
