@@ -23,11 +23,12 @@ fn throttle_moves_a_guest_that_outruns_the_link() {
         });
         let listen = format!("unix:{}", world.path("in.sock").display());
         let (mut destination, address) = b.receive(&["--listen", &listen]);
-        // At this rate a round takes half a second, in which the guest rewrites everything.
+        // At this rate a round takes two seconds, in which the guest rewrites everything, even on a
+        // machine that gives it a tenth of a processor.
         let send = |downtime: &str, rounds: &str, throttle: &str| {
             let limits =
                 ["--downtime-limit", downtime, "--max-rounds", rounds, "--throttle", throttle];
-            let send = ["send", "web", "--to", &address, "--verify", "--max-bandwidth", "64M"];
+            let send = ["send", "web", "--to", &address, "--verify", "--max-bandwidth", "16M"];
             a.run(&[&send[..], &["--compress", "none"], &limits].concat())
         };
 
