@@ -15,7 +15,8 @@
 //! it may be in a later one. When every writer has stopped,
 //! [`collect_last`](DirtyLog::collect_last) finds everything that is left.
 //!
-//! No log allocates in a collect, except the software log's `get.org`, which replaces the whole bitmap.
+//! No log allocates in a collect, except the software log's `get.org`, which replaces the whole
+//! bitmap.
 //!
 //! `unsafe` is confined to `kvm::ioctl`, `kvm::ring_memory`, `userfaultfd::ioctl` and
 //! `software::sync`.
