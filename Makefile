@@ -24,8 +24,8 @@ demo-qemu: build ## Migrate a QEMU guest between two network namespaces (root); 
 	@. scripts/environment && $(CARGO) build --locked $(PROFILE_FLAG) --package vmferry-qemu-lab
 	@scripts/demo-qemu $(MODE)
 
-# Most tests wait rather than compute, so more of them run at once than there are processors.
 test test-all: export CARGO := $(CARGO)
+# Many tests mostly wait, so more of them run at once than there are processors.
 test test-all: export RUST_TEST_THREADS ?= $(shell echo $$((2 * $$(nproc))))
 
 setup-tests: setup ## Install the test dependencies; fetch QEMU and a browser into target/
