@@ -96,32 +96,9 @@ impl World {
     }
 
     /// The same as a qcow2 image without data.
-    ///
-    /// Source: QEMU `docs/interop/qcow2.rst`; version 2, clusters of 64 KiB: the header, the
-    /// refcount table, one refcount block, and an L1 table without entries.
     pub fn qcow2(&self, name: &str, mib: u64) -> PathBuf {
-        const CLUSTER: u64 = 64 << 10;
-        let mut image = b"QFI\xfb".to_vec();
-        image.extend(2_u32.to_be_bytes());
-        // No backing file.
-        image.extend([0; 12]);
-        image.extend(16_u32.to_be_bytes());
-        image.extend((mib << 20).to_be_bytes());
-        // No encryption; the number of L1 entries, each of which maps 512 MiB.
-        image.extend(0_u32.to_be_bytes());
-        image.extend((mib.div_ceil(512) as u32).to_be_bytes());
-        image.extend((3 * CLUSTER).to_be_bytes());
-        image.extend(CLUSTER.to_be_bytes());
-        image.extend(1_u32.to_be_bytes());
-        // No snapshots.
-        image.extend([0; 12]);
-        image.resize(CLUSTER as usize, 0);
-        image.extend((2 * CLUSTER).to_be_bytes());
-        image.resize(2 * CLUSTER as usize, 0);
-        image.extend([1_u16; 4].map(u16::to_be_bytes).concat());
-        image.resize(4 * CLUSTER as usize, 0);
         let path = self.path(name);
-        std::fs::write(&path, image).expect("a disk can be made");
+        std::fs::write(&path, qcow2_image(mib)).expect("a disk can be made");
         path
     }
 
@@ -134,6 +111,34 @@ impl World {
     pub fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
+}
+
+/// The content of a qcow2 image without data.
+///
+/// Source: QEMU `docs/interop/qcow2.rst`; version 2, clusters of 64 KiB: the header, the refcount
+/// table, one refcount block, and an L1 table without entries.
+pub fn qcow2_image(mib: u64) -> Vec<u8> {
+    const CLUSTER: u64 = 64 << 10;
+    let mut image = b"QFI\xfb".to_vec();
+    image.extend(2_u32.to_be_bytes());
+    // No backing file.
+    image.extend([0; 12]);
+    image.extend(16_u32.to_be_bytes());
+    image.extend((mib << 20).to_be_bytes());
+    // No encryption; the number of L1 entries, each of which maps 512 MiB.
+    image.extend(0_u32.to_be_bytes());
+    image.extend((mib.div_ceil(512) as u32).to_be_bytes());
+    image.extend((3 * CLUSTER).to_be_bytes());
+    image.extend(CLUSTER.to_be_bytes());
+    image.extend(1_u32.to_be_bytes());
+    // No snapshots.
+    image.extend([0; 12]);
+    image.resize(CLUSTER as usize, 0);
+    image.extend((2 * CLUSTER).to_be_bytes());
+    image.resize(2 * CLUSTER as usize, 0);
+    image.extend([1_u16; 4].map(u16::to_be_bytes).concat());
+    image.resize(4 * CLUSTER as usize, 0);
+    image
 }
 
 /// A QEMU process, killed on drop.
@@ -153,20 +158,41 @@ pub struct Qemu {
 pub struct Said(BTreeMap<String, u64>);
 
 impl Said {
+    /// The last whole report in a file that a guest's serial console writes.
+    pub fn last(console: &Path) -> Option<Self> {
+        let text = String::from_utf8_lossy(&std::fs::read(console).ok()?).into_owned();
+        let whole = &text[..=text.rfind('\n')?];
+        let line = whole.lines().rev().find(|line| line.contains("vmferry-guest rounds"))?;
+        let pairs = line.split_whitespace().filter_map(|word| word.split_once('='));
+        Some(Self(pairs.filter_map(|(k, v)| Some((k.to_owned(), v.parse().ok()?))).collect()))
+    }
+
     /// A figure; 0 if it was not reported.
     pub fn get(&self, name: &str) -> u64 {
         self.0.get(name).copied().unwrap_or_default()
+    }
+
+    /// Waits with `wait_for` until the guest has checked all of its memory once more, without an
+    /// error.
+    pub fn check(mut wait_for: impl FnMut(&str, &dyn Fn(&Self) -> bool) -> Self) -> Self {
+        let before = wait_for("works", &|said| said.get("checked") > 0);
+        let more = |said: &Self, name: &str| {
+            before.get(name) == 0 || said.get(name) >= before.get(name) + 2
+        };
+        let after = wait_for("checks all its memory", &|said| {
+            said.get("uptime_us") > before.get("uptime_us") + 300_000
+                && more(said, "rounds")
+                && more(said, "static_rounds")
+        });
+        assert_eq!(after.get("corruptions"), 0, "{after:?}");
+        after
     }
 }
 
 impl Qemu {
     /// The guest's last report.
     pub fn said(&self) -> Option<Said> {
-        let text = String::from_utf8_lossy(&std::fs::read(&self.console).ok()?).into_owned();
-        let whole = &text[..=text.rfind('\n')?];
-        let line = whole.lines().rev().find(|line| line.contains("vmferry-guest rounds"))?;
-        let pairs = line.split_whitespace().filter_map(|word| word.split_once('='));
-        Some(Said(pairs.filter_map(|(k, v)| Some((k.to_owned(), v.parse().ok()?))).collect()))
+        Said::last(&self.console)
     }
 
     /// What QEMU itself has printed, and its exit status if it has ended.
@@ -203,17 +229,7 @@ impl Qemu {
 
     /// Waits until the guest has checked all of its memory once more, without an error.
     pub fn check_guest(&mut self) -> Said {
-        let before = self.wait_for("works", |said| said.get("checked") > 0);
-        let more = |said: &Said, name: &str| {
-            before.get(name) == 0 || said.get(name) >= before.get(name) + 2
-        };
-        let after = self.wait_for("checks all its memory", |said| {
-            said.get("uptime_us") > before.get("uptime_us") + 300_000
-                && more(said, "rounds")
-                && more(said, "static_rounds")
-        });
-        assert_eq!(after.get("corruptions"), 0, "{after:?}");
-        after
+        Said::check(|what, wanted| self.wait_for(what, wanted))
     }
 }
 

@@ -244,6 +244,8 @@ pub struct Fixture {
     pub kernel: PathBuf,
     /// The guest's initramfs, which has all its files.
     pub initramfs: PathBuf,
+    /// The bare-metal guest, for KVM.
+    pub bare_metal: PathBuf,
 }
 
 impl Fixture {
@@ -259,6 +261,7 @@ impl Fixture {
             roms: at.join("usr/share/seabios"),
             kernel: kernel(),
             initramfs: initramfs::path(packages()).to_owned(),
+            bare_metal: bare_metal::path(packages()).to_owned(),
         }
     }
 }
