@@ -11,6 +11,7 @@ pub mod frame_sealed;
 pub mod input;
 pub mod inspect;
 pub mod journal;
+pub mod libvirt_rpc;
 pub mod piece;
 pub mod policy;
 pub mod qemu_stream;

@@ -48,6 +48,7 @@ mod codec;
 mod control;
 mod engine;
 mod inspect;
+mod libvirt_rpc;
 mod qemu_stream;
 mod qmp;
 mod replay;

@@ -1,0 +1,214 @@
+//! The gate at the destination: which calls may pass to libvirt.
+
+use std::fmt;
+
+use crate::calls::{Call, PrepareCall, PreparedGuests};
+use crate::error::RpcError;
+use crate::header::{HEADER_BYTES, PacketHeader, PacketKind, PacketStatus};
+use crate::open;
+use crate::procedures::{
+    KEEPALIVE_PROCEDURES, KEEPALIVE_PROGRAM, KEEPALIVE_VERSION, REMOTE_PROGRAM, REMOTE_VERSION,
+    Reading, allowed, procedure,
+};
+use crate::refusal::refusal;
+use crate::splitter::{Handling, Policy, Splitter};
+
+/// The most guests that are prepared on one connection at a time. libvirt prepares one.
+pub const MAX_PREPARED_GUESTS: usize = 16;
+
+/// Decides on a Prepare. An error is the message of the refusal.
+pub type Admit = Box<dyn FnMut(&PrepareCall) -> Result<(), String> + Send>;
+
+/// What [`CallGate::push`] appends to. The caller takes it out.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Passed {
+    /// Bytes for libvirt.
+    pub bytes: Vec<u8>,
+    /// Refused calls, whose replies the client waits for. A reply may be sent only between two
+    /// packets of libvirt ([`ReplyWatch::is_between_packets`](crate::ReplyWatch)).
+    pub refused: Vec<Refused>,
+    /// Calls of interest that are in `bytes`, in order. The caller must act on them before it
+    /// writes `bytes`.
+    pub calls: Vec<Call>,
+}
+
+/// A call that does not pass.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refused {
+    /// The call's header.
+    pub header: PacketHeader,
+    /// Why, for the log. May contain text of the client.
+    pub message: String,
+    /// The whole reply packet.
+    pub reply: Vec<u8>,
+}
+
+/// Reads the calls of a client and lets only those of a migration pass. One per connection.
+///
+/// - Calls of [`ALLOWED_PROCEDURES`](crate::ALLOWED_PROCEDURES) that are not read pass as they
+///   arrive, after their header.
+/// - Open, Prepare and Finish are collected and pass whole: an Open of
+///   [`OPEN_URI`](crate::OPEN_URI), a Prepare that the caller admits, a Finish after its Prepare.
+/// - Keep-alive messages pass.
+/// - Every other call is dropped, and answered with libvirt's error reply. The reply is complete
+///   when the call has been read to its end, because a client that gets a reply stops sending.
+/// - Every other packet ends the connection.
+pub struct CallGate {
+    splitter: Splitter,
+    decisions: Decisions,
+}
+
+struct Decisions {
+    admit: Admit,
+    prepared: PreparedGuests,
+    /// Why the current packet is refused.
+    refused: Option<String>,
+}
+
+impl fmt::Debug for CallGate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CallGate")
+            .field("splitter", &self.splitter)
+            .field("prepared", &self.decisions.prepared)
+            .finish_non_exhaustive()
+    }
+}
+
+impl CallGate {
+    /// A gate at the beginning of a connection. `admit` is asked about each Prepare.
+    #[must_use]
+    pub fn new(admit: Admit) -> Self {
+        let prepared = PreparedGuests::default();
+        Self { splitter: Splitter::new(), decisions: Decisions { admit, prepared, refused: None } }
+    }
+
+    /// Takes the next bytes of the client, in pieces of any size, and appends the results.
+    ///
+    /// # Errors
+    /// The connection must end: the bytes are not libvirt's RPC, or a packet can neither pass nor
+    /// be answered. What was appended before is valid. Later calls return the same error.
+    pub fn push(&mut self, bytes: &[u8], out: &mut Passed) -> Result<(), RpcError> {
+        self.splitter.push(bytes, &mut Gating { decisions: &mut self.decisions, out })
+    }
+
+    /// Whether the bytes so far are whole packets.
+    #[must_use]
+    pub fn is_between_packets(&self) -> bool {
+        self.splitter.is_between_packets()
+    }
+}
+
+struct Gating<'a> {
+    decisions: &'a mut Decisions,
+    out: &'a mut Passed,
+}
+
+impl Policy for Gating<'_> {
+    fn begin(&mut self, header: &PacketHeader) -> Result<Handling, RpcError> {
+        match header.kind {
+            PacketKind::Call => {
+                let handling = on_call(header);
+                Ok(handling.unwrap_or_else(|message| {
+                    self.decisions.refused = Some(message);
+                    Handling::Skip
+                }))
+            }
+            PacketKind::Message if header.program == KEEPALIVE_PROGRAM => {
+                check_keepalive(header).map(|()| Handling::Stream)
+            }
+            kind => {
+                let PacketHeader { program, procedure, .. } = *header;
+                Err(RpcError::Unanswerable { kind, program, procedure })
+            }
+        }
+    }
+
+    fn stream(&mut self, bytes: &[u8]) {
+        self.out.bytes.extend_from_slice(bytes);
+    }
+
+    fn end(&mut self, header: &PacketHeader, packet: Vec<u8>) {
+        if let Some(payload) = packet.get(HEADER_BYTES..) {
+            match self.decisions.decide(header, payload) {
+                Ok(call) => {
+                    self.out.bytes.extend_from_slice(&packet);
+                    self.out.calls.extend(call);
+                }
+                Err(message) => self.decisions.refused = Some(message),
+            }
+        }
+        if let Some(message) = self.decisions.refused.take() {
+            let reply = refusal(header, &message);
+            self.out.refused.push(Refused { header: *header, message, reply });
+        }
+    }
+}
+
+/// What happens to a call, or why it is refused.
+fn on_call(header: &PacketHeader) -> Result<Handling, String> {
+    let &PacketHeader { program, version, procedure, status, .. } = header;
+    if status != PacketStatus::Ok {
+        return Err(format!("vmferry refused a call with the status {status:?}"));
+    }
+    let row = if (program, version) == (REMOTE_PROGRAM, REMOTE_VERSION) {
+        allowed(procedure)
+    } else {
+        None
+    };
+    let Some(row) = row else {
+        return Err(format!(
+            "vmferry refused procedure {procedure} of libvirt's program {program:#x} version \
+            {version}: only peer-to-peer migrations may use this connection"
+        ));
+    };
+    let bytes = header.payload_bytes();
+    if bytes > row.max_bytes {
+        let error = RpcError::TooLarge { call: row.name, bytes, limit: row.max_bytes };
+        return Err(format!("vmferry refused a call: {error}"));
+    }
+    Ok(match row.reading {
+        Reading::Header => Handling::Stream,
+        Reading::Whole => Handling::Collect,
+    })
+}
+
+/// `virKeepAliveCheckMessage` in `src/rpc/virkeepalive.c` accepts pings and pongs, which have no
+/// payload.
+fn check_keepalive(header: &PacketHeader) -> Result<(), RpcError> {
+    let &PacketHeader { bytes, version, procedure, status, .. } = header;
+    let good = version == KEEPALIVE_VERSION
+        && KEEPALIVE_PROCEDURES.contains(&procedure)
+        && status == PacketStatus::Ok
+        && header.payload_bytes() == 0;
+    if good { Ok(()) } else { Err(RpcError::BadKeepAlive { version, procedure, bytes }) }
+}
+
+impl Decisions {
+    /// Decides on a call that has been collected. An error is the message of its refusal.
+    fn decide(&mut self, header: &PacketHeader, payload: &[u8]) -> Result<Option<Call>, String> {
+        let serial = header.serial;
+        match header.procedure {
+            procedure::OPEN => open::check(payload).map(|()| None).map_err(refused("Open")),
+            procedure::PREPARE3_PARAMS => {
+                let call = PrepareCall::read(serial, payload).map_err(refused("Prepare"))?;
+                if self.prepared.len() >= MAX_PREPARED_GUESTS {
+                    return Err(refused("Prepare")(RpcError::TooManyPrepared));
+                }
+                (self.admit)(&call)?;
+                self.prepared.add(&call);
+                Ok(Some(Call::Prepare(Box::new(call))))
+            }
+            _ => {
+                let call = self.prepared.finish(serial, payload).map_err(refused("Finish"))?;
+                Ok(Some(Call::Finish(call)))
+            }
+        }
+    }
+}
+
+fn refused(call: &'static str) -> impl Fn(RpcError) -> String {
+    move |error| format!("vmferry refused the migration's {call}: {error}")
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,64 @@
+//! Reads the RPC connection of a libvirt migration, sans-IO: bytes go in, decisions come out.
+//!
+//! In a peer-to-peer migration (`virsh migrate --p2p`), the source's libvirt connects to the
+//! destination's libvirt and calls it. Access to that socket is root on the host. [`CallGate`]
+//! reads the calls at the destination: the procedures that a migration needs may pass
+//! ([`ALLOWED_PROCEDURES`]), a Prepare only with its caller's consent, a Finish only for a guest
+//! whose Prepare has passed. It answers all other calls with libvirt's own error reply
+//! ([`refusal`]). [`CallWatch`] reads the same direction at the source and refuses nothing.
+//! [`ReplyWatch`] reads the replies.
+//!
+//! What passes is what was read: a call whose meaning could differ between this crate and libvirt
+//! (a name given twice, a NUL in a string, an XML declaration) is refused.
+//!
+//! The gate decides which procedures a peer may call, for which guests, with which sockets. It does
+//! not judge a guest's definition: the XML of an admitted guest names disks, an emulator and other
+//! things of the destination's host. A caller that needs to can read [`PrepareCall::xml`].
+//!
+//! Input is not trusted. Memory grows with the bytes that have arrived, never with an announced
+//! length, and no packet is buffered beyond [`MAX_BUFFERED_BYTES`].
+//!
+//! Facts are from libvirt's public sources, which each item names. All integers are XDR (RFC 4506):
+//! big-endian, in units of four bytes.
+
+#![forbid(unsafe_code)]
+
+mod calls;
+mod cookie;
+mod error;
+mod flags;
+mod gate;
+mod guest;
+mod header;
+mod open;
+#[cfg(test)]
+mod packets;
+mod params;
+mod procedures;
+mod refusal;
+mod replies;
+mod socket_uri;
+mod splitter;
+mod watch;
+mod xdr;
+mod xml;
+
+pub use calls::{Call, FinishCall, PrepareCall};
+pub use error::RpcError;
+pub use flags::MigrateFlags;
+pub use gate::{Admit, CallGate, MAX_PREPARED_GUESTS, Passed, Refused};
+pub use guest::{Guest, MAX_NAME_BYTES};
+pub use header::{
+    HEADER_BYTES, LENGTH_BYTES, MAX_MESSAGE_BYTES, MAX_PACKET_BYTES, PacketHeader, PacketKind,
+    PacketStatus,
+};
+pub use open::OPEN_URI;
+pub use params::{MAX_PARAMS, MAX_STRING_BYTES};
+pub use procedures::{
+    ALLOWED_PROCEDURES, AllowedProcedure, KEEPALIVE_PROGRAM, KEEPALIVE_VERSION, MAX_BUFFERED_BYTES,
+    REMOTE_PROGRAM, REMOTE_VERSION, Reading, procedure,
+};
+pub use refusal::{MAX_MESSAGE_TEXT_BYTES, RemoteError, refusal};
+pub use replies::{FinishReply, PrepareReply, Reply, ReplyWatch};
+pub use socket_uri::{MAX_SOCKET_PATH_BYTES, SocketUri};
+pub use watch::{CallWatch, UnreadCall, Watched};
