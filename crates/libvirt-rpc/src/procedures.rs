@@ -91,8 +91,8 @@ const fn whole(
 /// All procedures that may pass.
 ///
 /// `qemuMigrationSrcPerformPeer2Peer` and `…Peer2Peer3` in `src/qemu/qemu_migration.c` make these
-/// calls, partly through `doRemoteOpen` in `src/remote/remote_driver.c`. A recorded migration of
-/// libvirt 11.3 made all of them but `AUTH_POLKIT`; the code of libvirt 9 makes the same.
+/// calls, partly through `doRemoteOpen` in `src/remote/remote_driver.c`. Recorded migrations of
+/// libvirt 9.0 and 11.3 (`tests/recorded`) made all of them but `AUTH_POLKIT`.
 ///
 /// Procedures of older migration protocols are not here: every libvirt since 1.1 has the feature
 /// `MIGRATION_PARAMS`, so none of them is called. `CONNECT_GET_URI` is called only by a client that
