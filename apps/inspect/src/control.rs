@@ -31,8 +31,9 @@ impl Inspector {
             Role::Data => return self.data(header, &hello, bytes, tell),
             Role::Resume => self.sessions.join(header, hello.token),
             Role::Control | Role::Query | Role::Probe => {}
-            Role::Other(number) => {
-                let problem = format!("unknown role {number}");
+            // Links of streams are not recorded.
+            Role::Stream | Role::Other(_) => {
+                let problem = format!("unknown role {}", u8::from(hello.role));
                 let what = "the source's greeting".into();
                 return Err(Stop::Broken { offset: offset + 12, what, problem });
             }

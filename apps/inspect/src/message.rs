@@ -46,6 +46,7 @@ pub fn hello(hello: &Hello) -> Value {
             Role::Query => "query".to_owned(),
             Role::Resume => "resumed-control".to_owned(),
             Role::Probe => "probe".to_owned(),
+            Role::Stream => "stream".to_owned(),
             Role::Other(number) => format!("role {number}"),
         },
         "versions": [hello.version_min, hello.version_max],

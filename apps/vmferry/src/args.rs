@@ -1,5 +1,6 @@
 //! The command line.
 
+mod daemon;
 mod doctor;
 mod documents;
 mod hook;
@@ -19,6 +20,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::MemoryKind;
 
+pub use daemon::DaemonOptions;
 pub use doctor::DoctorOptions;
 pub use documents::{CompletionsOptions, ManOptions, public_command};
 pub use hook::{HookOptions, HookRunnerOptions};
@@ -29,9 +31,9 @@ pub use receive::{ReceiveOptions, StarterOptions};
 pub use record::RecordOptions;
 pub use report::ReportOptions;
 pub use send::SendOptions;
-pub use units::Cap;
+pub use units::{Cap, parse_duration, parse_rate};
 
-use units::{parse_bytes, parse_duration};
+use units::parse_bytes;
 
 /// Live migration for KVM virtual machines.
 #[derive(Debug, Parser)]
@@ -62,9 +64,11 @@ pub enum Command {
     /// Wait for a guest from another host and run it.
     Receive(ReceiveOptions),
     /// Move a running guest to a waiting host.
-    Send(SendOptions),
+    Send(Box<SendOptions>),
     /// Show the guests of this host, one guest, or migrations that are in doubt.
     Status(StatusOptions),
+    /// Carry the migrations of this host's libvirt to other hosts, and theirs to this one.
+    Daemon(DaemonOptions),
     /// Change the limits of a running migration.
     Set(SetOptions),
     /// Release a migration that --pause-before-switchover holds.

@@ -27,6 +27,7 @@ fn main() -> ExitCode {
         Command::Run(options) => commands::run::run(&options, &output),
         Command::Receive(options) => commands::receive::run(&options, &output),
         Command::Send(options) => commands::send::run(&options, &output),
+        Command::Daemon(options) => commands::daemon::run(&options, &output),
         Command::Status(options) => commands::status::run(&options, &output),
         Command::Set(options) => commands::simple::set(&options, &output),
         Command::SwitchOver(options) => commands::simple::switch_over(&options, &output),

@@ -66,5 +66,5 @@ pub use settings::Settings;
 pub use source::QemuSource;
 pub use started::StartedQemu;
 pub use starter::{Keep, LocalStarter, Starter, StarterProcess, serve as serve_starter};
-pub use stream::{Blocks, MainStream, MultifdChannel};
+pub use stream::{AnyStream, Blocks, MainStream, MultifdChannel};
 pub use view::{Looker, View};

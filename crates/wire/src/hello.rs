@@ -43,6 +43,8 @@ pub enum Role {
     /// 5: a channel without a session, on which a source asks what a host has; see
     /// [`ProbeMessage`](crate::ProbeMessage).
     Probe,
+    /// 6: a link of one stream that daemons carry. The token is the stream's.
+    Stream,
     /// A role of a newer release.
     Other(u8),
 }
@@ -55,6 +57,7 @@ impl From<u8> for Role {
             3 => Self::Query,
             4 => Self::Resume,
             5 => Self::Probe,
+            6 => Self::Stream,
             other => Self::Other(other),
         }
     }
@@ -68,6 +71,7 @@ impl From<Role> for u8 {
             Role::Query => 3,
             Role::Resume => 4,
             Role::Probe => 5,
+            Role::Stream => 6,
             Role::Other(other) => other,
         }
     }

@@ -2,6 +2,7 @@
 
 pub mod balloon;
 pub mod completions;
+pub mod daemon;
 pub mod demo;
 pub mod doctor;
 pub mod estimate;

@@ -193,6 +193,7 @@ fn channel_name(role: Role, lane: u8) -> String {
         Role::Query => "query".into(),
         Role::Resume => "resumed control".into(),
         Role::Probe => "probe".into(),
+        Role::Stream => "stream".into(),
         Role::Other(role) => format!("role {role}"),
     }
 }

@@ -14,7 +14,7 @@ use super::bytes::{Found, be16, be32, byte, expect, found, some};
 use super::record::{Kind, Record, record, table_entry};
 
 /// Magic (`QEMU_VM_FILE_MAGIC`) and version of the stream.
-const FILE_HEADER: &[u8; 8] = b"QEVM\0\0\0\x03";
+pub(super) const FILE_HEADER: &[u8; 8] = b"QEVM\0\0\0\x03";
 
 /// Section types, `QEMU_VM_…` in `migration/savevm.h`.
 const EOF: u8 = 0x00;

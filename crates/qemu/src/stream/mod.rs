@@ -10,13 +10,16 @@
 //!
 //! * [`MainStream`]: the stream that every migration has.
 //! * [`MultifdChannel`]: one of the streams that the `multifd` capability adds.
+//! * [`AnyStream`]: either of them, or any other bytes, of a guest that is not described.
 
+mod any;
 mod blocks;
 mod bytes;
 mod main_stream;
 mod multifd;
 mod record;
 
+pub use any::AnyStream;
 pub use blocks::Blocks;
 pub use main_stream::MainStream;
 pub(crate) use main_stream::is_paused;

@@ -13,7 +13,7 @@ use super::blocks::{Blocks, Known};
 use super::bytes::{Found, be32, be64, expect, found, some};
 
 /// `MULTIFD_MAGIC` and `MULTIFD_VERSION`, before the greeting and before each packet.
-const MAGIC: &[u8; 8] = &[0x11, 0x22, 0x33, 0x44, 0, 0, 0, 1];
+pub(super) const MAGIC: &[u8; 8] = &[0x11, 0x22, 0x33, 0x44, 0, 0, 0, 1];
 
 /// `MultiFDInit_t`.
 const GREETING: usize = 64;

@@ -200,9 +200,10 @@ pub fn receive_greeting(
             probe::answer(reader, writer, peer, policy, &probes.host)?;
             return Ok(None);
         }
-        Role::Other(role) => {
+        Role::Stream | Role::Other(_) => {
             reply(&mut connection, HelloStatus::Refused, 0)?;
-            return Err(MigrateError::protocol("greeting", 0, format!("unknown role {role}")));
+            let role = u8::from(hello.role);
+            return Err(MigrateError::protocol("greeting", 0, format!("role {role} is not served")));
         }
     }))
 }

@@ -1,0 +1,246 @@
+//! The daemon's configuration file.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::Deserialize;
+use serde_json::json;
+use vmferry::config::compression::{CompressionConfig, CompressionWay};
+use vmferry::config::policy::{Admission, Policy};
+use vmferry_control::TlsFiles;
+use vmferry_proxy::{Forward, Owner, Peer, ProxyConfig, Timings, is_plain_name};
+use vmferry_transport::{Address, PeerIdentity};
+use vmferry_wire::GuestIdentity;
+
+use crate::args::{parse_duration, parse_rate};
+use crate::exit::{Code, Failure};
+use crate::output::Output;
+
+/// Names that distributions give to the user that QEMU runs as.
+const QEMU_USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
+
+/// The file.
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Configuration {
+    listen: String,
+    tls: Option<PathBuf>,
+    policy: Option<PathBuf>,
+    #[serde(default = "default_directory")]
+    directory: PathBuf,
+    #[serde(default = "default_libvirt")]
+    libvirt_socket: PathBuf,
+    qemu_user: Option<String>,
+    reconnect_timeout: Option<String>,
+    max_bandwidth: Option<String>,
+    compress: Option<String>,
+    #[serde(default)]
+    plain: bool,
+    #[serde(default, rename = "peer")]
+    peers: Vec<PeerTable>,
+    #[serde(default, rename = "forward")]
+    forwards: Vec<ForwardTable>,
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PeerTable {
+    name: String,
+    address: String,
+    id: Option<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ForwardTable {
+    name: String,
+    listen: Option<PathBuf>,
+    peer: Option<String>,
+    connect: Option<PathBuf>,
+}
+
+fn default_directory() -> PathBuf {
+    "/run/vmferry/peers".into()
+}
+
+fn default_libvirt() -> PathBuf {
+    "/run/libvirt/libvirt-sock".into()
+}
+
+fn wrong(text: impl Into<String>) -> Failure {
+    Failure::new(Code::Usage, text.into())
+}
+
+impl Configuration {
+    /// Reads the file and checks what can be checked without using it.
+    pub fn read(path: &Path) -> Result<Self, Failure> {
+        let name = path.display();
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| wrong(format!("the configuration {name} can't be read: {error}")))?;
+        let parsed: Result<Self, toml::de::Error> = toml::from_str(&text);
+        parsed.map_err(|error| {
+            let before = &text[..error.span().map_or(0, |span| span.start).min(text.len())];
+            let line = before.matches('\n').count() + 1;
+            let problem = error.message();
+            wrong(format!("the configuration {name} is wrong at line {line}: {problem}"))
+        })
+    }
+
+    /// Number of peers.
+    pub fn peers(&self) -> usize {
+        self.peers.len()
+    }
+
+    /// Number of forwarding rules.
+    pub fn forwards(&self) -> usize {
+        self.forwards.len()
+    }
+
+    /// Where the sockets are.
+    pub fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// What has changed that a running daemon can't change.
+    pub fn needs_restart(&self, other: &Self) -> Option<&'static str> {
+        let same = |name, same: bool| (!same).then_some(name);
+        same("listen", self.listen == other.listen)
+            .or(same("tls", self.tls == other.tls))
+            .or(same("directory", self.directory == other.directory))
+    }
+
+    /// The proxy's configuration. Reads certificates and policy.
+    pub fn proxy(&self, output: &Output) -> Result<ProxyConfig, Failure> {
+        let tls = match &self.tls {
+            Some(directory) => {
+                let identity = TlsFiles::in_directory(directory).identity()?;
+                let output = output.clone();
+                identity.on_change(move |said| {
+                    let event = json!({ "event": "certificates", "message": said });
+                    output.event(&event, || said.to_owned());
+                });
+                Some(Arc::new(identity))
+            }
+            None if self.plain => None,
+            None => {
+                return Err(wrong(
+                    "the configuration names no certificates: add `tls = \"DIR\"` with a \
+                     directory made by `vmferry pki`, or `plain = true` if the network is private \
+                     to these hosts",
+                ));
+            }
+        };
+        let duration = |text: &Option<String>, default| match text {
+            Some(text) => parse_duration(text).map_err(wrong),
+            None => Ok(default),
+        };
+        let defaults = Timings::default();
+        let reconnect = duration(&self.reconnect_timeout, defaults.reconnect)?;
+        let way = match &self.compress {
+            Some(text) => {
+                text.parse::<CompressionWay>().map_err(|error| wrong(error.to_string()))?
+            }
+            None => CompressionWay::Auto,
+        };
+        let bandwidth = self.max_bandwidth.as_deref().map(parse_rate).transpose().map_err(wrong)?;
+        Ok(ProxyConfig {
+            listen: self.address(&self.listen)?,
+            tls,
+            policy: Some(self.admission(output)?),
+            peers: self.peers.iter().map(|peer| self.peer(peer)).collect::<Result<_, _>>()?,
+            forwards: self.forwards.iter().map(|rule| self.rule(rule)).collect::<Result<_, _>>()?,
+            directory: self.directory.clone(),
+            libvirt: self.libvirt_socket.clone(),
+            qemu: qemu_user(self.qemu_user.as_deref())?,
+            timings: Timings { reconnect, ..defaults },
+            compression: CompressionConfig { way, ..CompressionConfig::default() },
+            bandwidth,
+        })
+    }
+
+    fn address(&self, text: &str) -> Result<Address, Failure> {
+        let scheme = if self.plain { "tcp" } else { "tls" };
+        format!("{scheme}:{text}").parse().map_err(|error| Failure::of(Code::Usage, error))
+    }
+
+    fn peer(&self, table: &PeerTable) -> Result<Peer, Failure> {
+        let PeerTable { name, address, id } = table.clone();
+        if !is_plain_name(&name) {
+            return Err(wrong(format!(
+                "{name:?} can't be a peer's name, because a directory is named after it: use up to \
+                 64 letters, digits, `-`, `_` and `.`"
+            )));
+        }
+        Ok(Peer { address: self.address(&address)?, name, id })
+    }
+
+    fn rule(&self, table: &ForwardTable) -> Result<Forward, Failure> {
+        let ForwardTable { name, listen, peer, connect } = table.clone();
+        let listen = match (listen, peer) {
+            (Some(path), Some(peer)) if self.peers.iter().any(|one| one.name == peer) => {
+                Some((path, peer))
+            }
+            (Some(_), Some(peer)) => {
+                return Err(wrong(format!("rule {name} names the unknown peer {peer}")));
+            }
+            (None, None) => None,
+            _ => {
+                return Err(wrong(format!(
+                    "rule {name} needs both `listen` and `peer`, or neither of them"
+                )));
+            }
+        };
+        if listen.is_none() && connect.is_none() {
+            return Err(wrong(format!(
+                "rule {name} does nothing: give `listen` and `peer`, or `connect`"
+            )));
+        }
+        Ok(Forward { name, listen, connect })
+    }
+
+    fn admission(&self, output: &Output) -> Result<Arc<dyn Admission>, Failure> {
+        let Some(path) = &self.policy else { return Ok(Arc::new(NoPolicy)) };
+        let policy = Policy::load(path).map_err(|error| Failure::of(Code::Usage, error))?;
+        let output = output.clone();
+        policy.tell(move |said| {
+            output.event(&json!({ "event": "policy", "message": said }), || said.to_owned());
+        });
+        Ok(Arc::new(policy))
+    }
+}
+
+/// Without a policy no host may send anything here.
+#[derive(Debug)]
+struct NoPolicy;
+
+const NO_POLICY: &str = "this host's daemon has no policy, so it receives nothing";
+
+impl Admission for NoPolicy {
+    fn check_source(&self, _: &PeerIdentity) -> Result<(), String> {
+        Err(NO_POLICY.into())
+    }
+
+    fn check_guest(&self, _: &PeerIdentity, _: &GuestIdentity) -> Result<(), String> {
+        Err(NO_POLICY.into())
+    }
+}
+
+/// The user that QEMU runs as: of this name, or of the first usual name that exists, or else root.
+fn qemu_user(name: Option<&str>) -> Result<Owner, Failure> {
+    let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+    let find = |name: &str| {
+        users.lines().find_map(|line| {
+            let mut fields = line.split(':');
+            let is_it = fields.next() == Some(name);
+            let mut number = || fields.nth(1).and_then(|field| field.parse().ok());
+            let uid = number().filter(|_| is_it)?;
+            let gid = fields.next()?.parse().ok()?;
+            Some(Owner { uid, gid })
+        })
+    };
+    match name {
+        Some(name) => find(name)
+            .ok_or_else(|| wrong(format!("the user {name} of `qemu_user` is not in /etc/passwd"))),
+        None => Ok(QEMU_USERS.into_iter().find_map(find).unwrap_or(Owner { uid: 0, gid: 0 })),
+    }
+}

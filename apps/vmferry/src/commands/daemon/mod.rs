@@ -1,0 +1,102 @@
+//! `vmferry daemon`: carries the migrations of this host's libvirt, and other connections, to other
+//! hosts and from them.
+
+pub mod config;
+
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::Duration;
+
+use serde_json::json;
+use vmferry_proxy::{Proxy, ProxyEvent};
+use vmferry_transport::FileVersion;
+
+use crate::args::DaemonOptions;
+use crate::exit::{Code, Failure};
+use crate::output::Output;
+use config::Configuration;
+
+/// How often the configuration file is checked for changes.
+const CHECK_PERIOD: Duration = Duration::from_secs(1);
+
+/// Runs until a signal.
+pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
+    // Taken before the file is read, so that a change in between is noticed.
+    let mut seen = FileVersion::of(&options.config);
+    let mut current = Configuration::read(&options.config)?;
+    let proxy = current.proxy(output)?;
+    if options.check {
+        let checked =
+            json!({ "ok": true, "peers": current.peers(), "forwards": current.forwards() });
+        output.result(&checked, || {
+            let (peers, forwards) = (current.peers(), current.forwards());
+            format!("{} is right: {peers} peers, {forwards} rules", options.config.display())
+        });
+        return Ok(());
+    }
+    let told = output.clone();
+    let observer = move |event: ProxyEvent| told.event(&event, || event.to_string());
+    let proxy = Proxy::start(proxy, Box::new(observer)).map_err(|error| {
+        let code = match &error {
+            vmferry_proxy::ProxyError::Listen(_) => Code::Busy,
+            _ => Code::Internal,
+        };
+        Failure::of(code, error)
+    })?;
+    let (end, ended) = channel();
+    crate::signals::on_end(move || {
+        let _ = end.send(());
+    })?;
+    let address = proxy.address().to_string();
+    let listening = json!({
+        "event": "listening", "address": address, "pid": std::process::id(),
+        "peers": current.peers(),
+    });
+    output.event(&listening, || {
+        format!(
+            "listening on {address}; sockets of {} peers are in {}",
+            current.peers(),
+            current.directory().display()
+        )
+    });
+    loop {
+        match ended.recv_timeout(CHECK_PERIOD) {
+            Err(RecvTimeoutError::Timeout) => {}
+            Ok(()) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+        }
+        let now = FileVersion::of(&options.config);
+        if now == seen {
+            continue;
+        }
+        seen = now;
+        match reload(options, &current, &proxy, output) {
+            Ok(fresh) => {
+                current = fresh;
+                remark(output, "the configuration has changed, and the new one is in use");
+            }
+            Err(failure) => {
+                let text = format!("the configuration has changed and is not usable: {failure}");
+                remark(output, &text);
+            }
+        }
+    }
+}
+
+fn reload(
+    options: &DaemonOptions,
+    current: &Configuration,
+    proxy: &Proxy,
+    output: &Output,
+) -> Result<Configuration, Failure> {
+    let fresh = Configuration::read(&options.config)?;
+    if let Some(what) = current.needs_restart(&fresh) {
+        let text = format!("{what} can't change while the daemon runs: start it again");
+        return Err(Failure::new(Code::Usage, text));
+    }
+    let configured = proxy.reconfigure(fresh.proxy(output)?);
+    configured.map_err(|error| Failure::of(Code::Usage, error))?;
+    Ok(fresh)
+}
+
+fn remark(output: &Output, said: &str) {
+    output.event(&json!({ "event": "configuration", "message": said }), || said.to_owned());
+}

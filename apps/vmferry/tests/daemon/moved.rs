@@ -1,0 +1,95 @@
+//! Guests that move.
+
+use vmferry_libvirt_lab::{Domain, ImageFormat, LibvirtVersion};
+
+use crate::support::{Hosts, linux, must_succeed};
+
+fn linux_guest_moves_there_and_back(version: LibvirtVersion) {
+    let hosts = Hosts::start(version);
+    hosts.a.libvirt.create(&linux("web"));
+    hosts.a.libvirt.check_guest("web");
+    must_succeed(&hosts, &hosts.a.migrate("web", "host-b", &[]));
+    assert_eq!(hosts.a.libvirt.domain_state("web"), None);
+    hosts.b.libvirt.check_guest("web");
+    must_succeed(&hosts, &hosts.b.migrate("web", "host-a", &[]));
+    hosts.a.libvirt.check_guest("web");
+    let finished = |event: &serde_json::Value| event["event"] == "finished";
+    let event = hosts.b.daemon().wait_for("finishes", finished);
+    assert_eq!((&event["guest"], &event["error"]), (&"web".into(), &serde_json::Value::Null));
+    // The memory's stream has pages that were recognized and packed.
+    let ended = hosts.a.daemon().events().into_iter().filter(|event| event["event"] == "ended");
+    let memory = ended.max_by_key(|event| event["read"].as_u64()).unwrap();
+    assert!(memory["sent"].as_u64() < memory["read"].as_u64(), "{memory}");
+}
+
+#[test]
+fn linux_guest_moves_there_and_back_with_libvirt_9_0() {
+    linux_guest_moves_there_and_back(LibvirtVersion::V9_0);
+}
+
+#[test]
+fn linux_guest_moves_there_and_back_with_libvirt_11_3() {
+    linux_guest_moves_there_and_back(LibvirtVersion::V11_3);
+}
+
+#[test]
+fn disk_of_one_host_is_copied() {
+    let hosts = Hosts::start(LibvirtVersion::V11_3);
+    let disk = hosts.a.libvirt.create_disk("own.qcow2", 16, ImageFormat::Qcow2);
+    hosts.b.libvirt.create_disk("own.qcow2", 16, ImageFormat::Qcow2);
+    hosts.a.libvirt.create(&Domain { machine: "pc", ..linux("disks").with_disk(disk) });
+    hosts.a.libvirt.check_guest("disks");
+    let uri = "unix:///run/vmferry/peers/host-b/disks.nbd";
+    let copied = hosts.a.migrate("disks", "host-b", &["--copy-storage-all", "--disks-uri", uri]);
+    must_succeed(&hosts, &copied);
+    hosts.b.libvirt.check_guest("disks");
+}
+
+#[test]
+fn several_streams_carry_memory() {
+    let hosts = Hosts::start(LibvirtVersion::V11_3);
+    hosts.a.libvirt.create(&linux("wide"));
+    hosts.a.libvirt.check_guest("wide");
+    let several = ["--parallel", "--parallel-connections", "2"];
+    must_succeed(&hosts, &hosts.a.migrate("wide", "host-b", &several));
+    hosts.b.libvirt.check_guest("wide");
+}
+
+#[test]
+fn memory_follows_the_guest_in_post_copy() {
+    let hosts = Hosts::start(LibvirtVersion::V11_3);
+    hosts.a.libvirt.create(&linux("early"));
+    hosts.a.libvirt.check_guest("early");
+    let late = ["--postcopy", "--postcopy-after-precopy"];
+    must_succeed(&hosts, &hosts.a.migrate("early", "host-b", &late));
+    hosts.b.libvirt.check_guest("early");
+}
+
+#[test]
+fn guests_move_in_opposite_directions_at_once() {
+    let hosts = Hosts::start(LibvirtVersion::V9_0);
+    hosts.a.libvirt.create(&linux("one"));
+    hosts.b.libvirt.create(&linux("two"));
+    hosts.a.libvirt.check_guest("one");
+    hosts.b.libvirt.check_guest("two");
+    let there = hosts.a.migrate_command("one", "host-b", &[]).spawn().unwrap();
+    let back = hosts.b.migrate_command("two", "host-a", &[]).spawn().unwrap();
+    must_succeed(&hosts, &there.wait_with_output().unwrap());
+    must_succeed(&hosts, &back.wait_with_output().unwrap());
+    hosts.b.libvirt.check_guest("one");
+    hosts.a.libvirt.check_guest("two");
+}
+
+#[test]
+fn persistent_bare_metal_guest_on_kvm_moves_there_and_back() {
+    vmferry_kit::need_kvm();
+    let hosts = Hosts::start(LibvirtVersion::V11_3);
+    hosts.a.libvirt.define_and_start(&Domain::on_kvm("bare", "hot=8,rate=4000"));
+    hosts.a.libvirt.check_guest("bare");
+    let moved = ["--persistent", "--undefinesource"];
+    must_succeed(&hosts, &hosts.a.migrate("bare", "host-b", &moved));
+    assert_eq!(hosts.a.libvirt.domain_state("bare"), None);
+    hosts.b.libvirt.check_guest("bare");
+    must_succeed(&hosts, &hosts.b.migrate("bare", "host-a", &moved));
+    hosts.a.libvirt.check_guest("bare");
+}

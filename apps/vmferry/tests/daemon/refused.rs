@@ -1,0 +1,89 @@
+//! What the daemons refuse.
+
+use vmferry_libvirt_lab::LibvirtVersion;
+
+use crate::support::{Hosts, linux};
+
+/// What `virsh` says through the door to `host-b`.
+fn virsh_at_the_door(hosts: &Hosts, arguments: &[&str]) -> (bool, String) {
+    let uri = "qemu+unix:///system?socket=/run/vmferry/peers/host-b/libvirt";
+    let output = hosts.a.libvirt.virsh(&[&["--connect", uri], arguments].concat());
+    (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
+}
+
+#[test]
+fn door_is_for_migrations_only() {
+    let hosts = Hosts::start(LibvirtVersion::V11_3);
+    hosts.b.libvirt.create(&linux("victim"));
+    let file = hosts.directory.path().join("evil.xml");
+    std::fs::write(&file, "<domain type='qemu'><name>evil</name></domain>").unwrap();
+    for arguments in [
+        &["destroy", "victim"][..],
+        &["create", file.to_str().unwrap()],
+        &["nodeinfo"],
+        &["list"],
+        &["qemu-monitor-command", "victim", "--hmp", "info status"],
+        &["vol-upload", "--pool", "default", "image", file.to_str().unwrap()],
+    ] {
+        let refused = |event: &serde_json::Value| event["event"] == "refused";
+        let before = hosts.b.daemon().events().into_iter().filter(refused).count();
+        let (succeeded, said) = virsh_at_the_door(&hosts, arguments);
+        assert!(!succeeded, "{arguments:?}");
+        // virsh looks a domain up in three ways, and then says only that it has not found it.
+        let is_clear = said.contains("vmferry") || said.contains("failed to get domain");
+        assert!(is_clear, "{arguments:?}: {said}");
+        let after = hosts.b.daemon().events().into_iter().filter(refused).count();
+        assert!(after > before, "{arguments:?} was not logged");
+    }
+    assert_eq!(hosts.b.libvirt.domain_state("victim").as_deref(), Some("running"));
+}
+
+#[test]
+fn guest_that_the_policy_does_not_name_is_refused_at_both_hosts() {
+    let hosts = Hosts::start(LibvirtVersion::V11_3);
+    let policy = "[[allow]]\nsource = \"spiffe://vmferry/host/host-a\"\nguests = [\"db-*\"]\n";
+    std::fs::write(hosts.directory.path().join("policy.toml"), policy).unwrap();
+    hosts.a.libvirt.create(&linux("web"));
+    let moved = hosts.a.migrate("web", "host-b", &[]);
+    let said = String::from_utf8_lossy(&moved.stderr).into_owned();
+    assert!(!moved.status.success() && said.contains("web"), "{said}");
+    hosts.b.daemon().wait_for("refuses", |event| event["event"] == "refused");
+    hosts.a.libvirt.check_guest("web");
+}
+
+#[test]
+fn socket_outside_the_directory_is_refused() {
+    let hosts = Hosts::start(LibvirtVersion::V11_3);
+    hosts.a.libvirt.create(&linux("web"));
+    let elsewhere = ["--disks-uri", "unix:///run/libvirt/other", "--copy-storage-all"];
+    let moved = hosts.a.migrate("web", "host-b", &elsewhere);
+    let said = String::from_utf8_lossy(&moved.stderr).into_owned();
+    let expected = "is not a socket of a migration in /run/vmferry/peers/host-b";
+    assert!(!moved.status.success() && said.contains(expected), "{said}");
+    hosts.a.libvirt.check_guest("web");
+}
+
+#[test]
+fn squatted_socket_is_refused() {
+    let hosts = Hosts::start(LibvirtVersion::V11_3);
+    hosts.a.libvirt.create(&linux("web"));
+    let directory = hosts.b.libvirt.path("/run/vmferry/peers/host-b");
+    std::fs::create_dir(&directory).unwrap();
+    let squatter = std::os::unix::net::UnixListener::bind(directory.join("web.mig")).unwrap();
+    let moved = hosts.a.migrate("web", "host-b", &[]);
+    let said = String::from_utf8_lossy(&moved.stderr).into_owned();
+    assert!(!moved.status.success() && said.contains("web.mig"), "{said}");
+    drop(squatter);
+    hosts.a.libvirt.check_guest("web");
+}
+
+#[test]
+fn migration_without_unix_sockets_is_refused_with_advice() {
+    let hosts = Hosts::start(LibvirtVersion::V11_3);
+    hosts.a.libvirt.create(&linux("web"));
+    let uri = "qemu+unix:///system?socket=/run/vmferry/peers/host-b/libvirt";
+    let moved = hosts.a.libvirt.virsh(&["migrate", "--live", "--p2p", "web", uri]);
+    let said = String::from_utf8_lossy(&moved.stderr).into_owned();
+    assert!(!moved.status.success() && said.contains("--migrateuri"), "{said}");
+    hosts.a.libvirt.check_guest("web");
+}

@@ -1,0 +1,186 @@
+//! Two hosts with libvirt and `vmferry daemon`, and a cable between them for each direction.
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use serde_json::Value;
+use tempfile::TempDir;
+use vmferry_kit::Cable;
+use vmferry_libvirt_lab::{Domain, LibvirtHost, LibvirtVersion};
+
+/// No wait of a test is longer.
+pub const LIMIT: Duration = Duration::from_secs(180);
+
+/// A host with its daemon.
+pub struct Host {
+    pub libvirt: LibvirtHost,
+    pub daemon: Option<Daemon>,
+    config: PathBuf,
+    /// What other hosts' links come through.
+    pub cable: Cable,
+}
+
+/// A running daemon. Dropping it kills it.
+pub struct Daemon {
+    child: Child,
+    heard: Arc<Heard>,
+}
+
+#[derive(Default)]
+struct Heard {
+    events: Mutex<Vec<Value>>,
+    more: Condvar,
+}
+
+/// Two hosts, `host-a` and `host-b`.
+pub struct Hosts {
+    pub a: Host,
+    pub b: Host,
+    pub directory: TempDir,
+}
+
+impl Hosts {
+    pub fn start(version: LibvirtVersion) -> Self {
+        Self::with(version, "")
+    }
+
+    /// Both daemons' configuration has these further lines before the peers.
+    pub fn with(version: LibvirtVersion, more: &str) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path();
+        let pki = path.join("pki");
+        vmferry(&["pki", "init", "--dir", pki.to_str().unwrap()]);
+        let policy = "[[allow]]\nsource = \"spiffe://vmferry/host/host-*\"\nguests = [\"*\"]\n";
+        std::fs::write(path.join("policy.toml"), policy).unwrap();
+        let host = |name: &str| {
+            let (tls, pki) = (path.join(name), pki.to_str().unwrap());
+            let out = tls.to_str().unwrap();
+            vmferry(&["pki", "issue", name, "--dir", pki, "--out", out, "--address", "127.0.0.1"]);
+            Host {
+                libvirt: LibvirtHost::start(name, version, None),
+                daemon: None,
+                config: path.join(format!("{name}.toml")),
+                cable: Cable::new(),
+            }
+        };
+        let (mut a, mut b) = (host("host-a"), host("host-b"));
+        let write = |host: &Host, other: &Host| {
+            let (name, peer) = (host.libvirt.name(), other.libvirt.name());
+            let port = other.cable.address.port();
+            let text = format!(
+                "listen = \"127.0.0.1:0\"\ntls = {:?}\npolicy = {:?}\nqemu_user = \"root\"\n{more}\n\
+                 [[peer]]\nname = {peer:?}\naddress = \"127.0.0.1:{port}\"\n\
+                 id = \"spiffe://vmferry/host/{peer}\"\n",
+                path.join(name),
+                path.join("policy.toml"),
+            );
+            std::fs::write(&host.config, text).unwrap();
+        };
+        write(&a, &b);
+        write(&b, &a);
+        a.start_daemon();
+        b.start_daemon();
+        Self { a, b, directory }
+    }
+}
+
+impl Host {
+    pub fn start_daemon(&mut self) {
+        let mut command = self.libvirt.command(env!("CARGO_BIN_EXE_vmferry"));
+        command.args(["--json", "daemon", "--config"]).arg(&self.config);
+        let daemon = Daemon::start(command);
+        let listening = daemon.wait_for("listens", |event| event["event"] == "listening");
+        let address = listening["address"].as_str().unwrap().strip_prefix("tls:").unwrap();
+        self.cable.lead_to(address.parse::<SocketAddr>().unwrap());
+        self.daemon = Some(daemon);
+    }
+
+    pub fn daemon(&self) -> &Daemon {
+        self.daemon.as_ref().unwrap()
+    }
+
+    /// `virsh migrate` of a guest to a peer, through the daemon, with further arguments.
+    pub fn migrate_command(&self, guest: &str, peer: &str, more: &[&str]) -> Command {
+        let sockets = Path::new("/run/vmferry/peers").join(peer);
+        let uri = format!("qemu+unix:///system?socket={}", sockets.join("libvirt").display());
+        let memory = format!("unix://{}", sockets.join(format!("{guest}.mig")).display());
+        let usual = ["migrate", "--live", "--p2p", "--domain", guest, "--desturi", &uri];
+        let all = [&usual[..], &["--migrateuri", &memory], more].concat();
+        let mut command = self.libvirt.virsh_command(&all);
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        command
+    }
+
+    /// The same, run to its end.
+    pub fn migrate(&self, guest: &str, peer: &str, more: &[&str]) -> Output {
+        self.migrate_command(guest, peer, more).output().unwrap()
+    }
+}
+
+impl Daemon {
+    fn start(mut command: Command) -> Self {
+        let mut child = command.stdout(Stdio::piped()).stdin(Stdio::null()).spawn().unwrap();
+        let heard = Arc::new(Heard::default());
+        let (of_thread, out) = (Arc::clone(&heard), child.stdout.take().unwrap());
+        std::thread::spawn(move || {
+            for line in BufReader::new(out).lines() {
+                let Ok(line) = line else { return };
+                let event = serde_json::from_str(&line).unwrap_or_else(|_| Value::from(line));
+                of_thread.events.lock().push(event);
+                of_thread.more.notify_all();
+            }
+        });
+        Self { child, heard }
+    }
+
+    /// Waits for an event.
+    pub fn wait_for(&self, what: &str, is_it: impl Fn(&Value) -> bool) -> Value {
+        let deadline = Instant::now() + LIMIT;
+        let mut events = self.heard.events.lock();
+        loop {
+            if let Some(event) = events.iter().find(|event| is_it(event)) {
+                return event.clone();
+            }
+            let waited = self.heard.more.wait_until(&mut events, deadline);
+            assert!(!waited.timed_out(), "the daemon never {what}: {events:#?}");
+        }
+    }
+
+    /// The events so far.
+    pub fn events(&self) -> Vec<Value> {
+        self.heard.events.lock().clone()
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Runs `vmferry` on this machine.
+fn vmferry(arguments: &[&str]) {
+    let output = Command::new(env!("CARGO_BIN_EXE_vmferry")).args(arguments).output().unwrap();
+    assert!(output.status.success(), "{arguments:?}: {output:?}");
+}
+
+/// Fails with what `virsh` and both daemons said if it failed.
+pub fn must_succeed(hosts: &Hosts, output: &Output) {
+    if output.status.success() {
+        return;
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    let (a, b) = (hosts.a.daemon().events(), hosts.b.daemon().events());
+    panic!("virsh: {said}\nhost-a: {a:#?}\nhost-b: {b:#?}");
+}
+
+/// A Linux guest that leaves the processor to other tests most of the time.
+pub fn linux(name: &str) -> Domain {
+    Domain::linux(name, "static=24 dirty=8 rest=20000")
+}

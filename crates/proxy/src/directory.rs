@@ -1,0 +1,248 @@
+//! The directories of sockets that local programs connect to, or listen on.
+//!
+//! * The directory of a peer belongs to root. The daemon makes sockets in it, each of which only
+//!   root and QEMU's user can connect to.
+//! * The directory in which QEMU makes the sockets of guests that arrive belongs to QEMU's user. It
+//!   has the name that the other host uses for this one.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use crate::config::{Owner, is_plain_name};
+use crate::error::ProxyError;
+
+/// Who may connect to a socket that the daemon makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Root: libvirt.
+    Root,
+    /// Root and QEMU's user.
+    Qemu(Owner),
+}
+
+/// Makes the directory of all directories.
+///
+/// # Errors
+/// [`ProxyError::Directory`].
+pub fn make_base(path: &Path) -> Result<(), ProxyError> {
+    let failed = |problem: String| ProxyError::Directory { path: path.to_owned(), problem };
+    let made = fs::DirBuilder::new().recursive(true).mode(0o755).create(path);
+    made.map_err(|error| failed(error.to_string()))?;
+    let metadata = fs::symlink_metadata(path).map_err(|error| failed(error.to_string()))?;
+    if !metadata.is_dir() {
+        return Err(failed("it is not a directory".into()));
+    }
+    if metadata.uid() != rustix::process::geteuid().as_raw() || metadata.mode() & 0o022 != 0 {
+        return Err(failed("others can write to it".into()));
+    }
+    Ok(())
+}
+
+/// Makes the directory of a peer, and removes sockets that an earlier daemon has left there.
+///
+/// # Errors
+/// [`ProxyError::Name`] or [`ProxyError::Directory`].
+pub fn make_outgoing(base: &Path, name: &str) -> Result<PathBuf, ProxyError> {
+    let owner = Owner {
+        uid: rustix::process::geteuid().as_raw(),
+        gid: rustix::process::getegid().as_raw(),
+    };
+    let path = make(base, name, owner, 0o755)?;
+    let failed =
+        |error: io::Error| ProxyError::Directory { path: path.clone(), problem: error.to_string() };
+    for entry in fs::read_dir(&path).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        // Only the daemon writes to this directory.
+        if entry.file_type().is_ok_and(|kind| kind.is_socket()) {
+            fs::remove_file(entry.path()).map_err(failed)?;
+        }
+    }
+    Ok(path)
+}
+
+/// Makes the directory in which QEMU makes the sockets of guests that arrive.
+///
+/// # Errors
+/// As [`make_outgoing`].
+pub fn make_incoming(base: &Path, name: &str, qemu: Owner) -> Result<PathBuf, ProxyError> {
+    make(base, name, qemu, 0o700)
+}
+
+fn make(base: &Path, name: &str, owner: Owner, mode: u32) -> Result<PathBuf, ProxyError> {
+    if !is_plain_name(name) {
+        return Err(ProxyError::Name { name: name.to_owned() });
+    }
+    let path = base.join(name);
+    let failed =
+        |error: io::Error| ProxyError::Directory { path: path.clone(), problem: error.to_string() };
+    match fs::DirBuilder::new().mode(mode).create(&path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(failed(error)),
+        _ => {}
+    }
+    // Only root can write to `base`, so nobody replaces the directory meanwhile.
+    let metadata = fs::symlink_metadata(&path).map_err(failed)?;
+    if !metadata.is_dir() {
+        let problem = "it is not a directory".into();
+        return Err(ProxyError::Directory { path, problem });
+    }
+    if (metadata.uid(), metadata.gid()) != (owner.uid, owner.gid) {
+        std::os::unix::fs::lchown(&path, Some(owner.uid), Some(owner.gid)).map_err(failed)?;
+    }
+    fs::set_permissions(&path, fs::Permissions::from_mode(mode)).map_err(failed)?;
+    Ok(path)
+}
+
+/// A listening socket. The file is removed when it is dropped.
+#[derive(Debug)]
+pub struct LocalListener {
+    /// The socket.
+    pub socket: UnixListener,
+    path: PathBuf,
+    /// Device and inode of the file.
+    identity: (u64, u64),
+}
+
+impl LocalListener {
+    /// Listens at `path`, in a directory to which only root can write.
+    ///
+    /// # Errors
+    /// [`ProxyError::Squatted`] if there is a file, or [`ProxyError::Socket`].
+    pub fn bind(path: &Path, access: Access) -> Result<Self, ProxyError> {
+        let failed = |source| ProxyError::Socket { path: path.to_owned(), source };
+        let socket = match UnixListener::bind(path) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+                return Err(ProxyError::Squatted { path: path.to_owned() });
+            }
+            socket => socket.map_err(failed)?,
+        };
+        let metadata = fs::symlink_metadata(path).map_err(failed)?;
+        let identity = (metadata.dev(), metadata.ino());
+        let listener = Self { socket, path: path.to_owned(), identity };
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(failed)?;
+        if let Access::Qemu(Owner { uid, gid }) = access {
+            std::os::unix::fs::lchown(path, Some(uid), Some(gid)).map_err(failed)?;
+        }
+        Ok(listener)
+    }
+}
+
+impl Drop for LocalListener {
+    fn drop(&mut self) {
+        let is_ours = fs::symlink_metadata(&self.path)
+            .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.identity);
+        if is_ours {
+            // It may be gone already.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Connects to a socket of this host that a peer may name: in `directory`, made by QEMU's user or
+/// by root.
+///
+/// # Errors
+/// The system's, or [`io::ErrorKind::PermissionDenied`] if another user listens there.
+pub fn connect_to_qemu(directory: &Path, file: &str, qemu: Owner) -> io::Result<UnixStream> {
+    let path = directory.join(file);
+    if !fs::symlink_metadata(&path)?.file_type().is_socket() {
+        return Err(io::Error::other("it is not a socket"));
+    }
+    let stream = UnixStream::connect(&path)?;
+    let credentials = rustix::net::sockopt::socket_peercred(&stream)?;
+    let uid = credentials.uid.as_raw();
+    if uid != 0 && uid != qemu.uid {
+        let text = format!("the user {uid}, who is not QEMU's, listens there");
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
+    }
+    Ok(stream)
+}
+
+/// Makes sure that there is no file at a path where QEMU is about to make a socket. Removes the
+/// socket of a QEMU that was killed.
+///
+/// # Errors
+/// [`ProxyError::Squatted`].
+pub fn must_be_free(path: &Path) -> Result<(), ProxyError> {
+    let squatted = || ProxyError::Squatted { path: path.to_owned() };
+    match fs::symlink_metadata(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        Ok(metadata) if metadata.file_type().is_socket() => {}
+        _ => return Err(squatted()),
+    }
+    let refused = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
+    if UnixStream::connect(path).is_err_and(refused) && fs::remove_file(path).is_ok() {
+        return Ok(());
+    }
+    Err(squatted())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn own() -> Owner {
+        Owner { uid: rustix::process::geteuid().as_raw(), gid: rustix::process::getegid().as_raw() }
+    }
+
+    #[test]
+    fn sockets_are_made_and_removed() {
+        let base = tempfile::tempdir().unwrap();
+        let directory = make_outgoing(base.path(), "host-b").unwrap();
+        let path = directory.join("web");
+        let listener = LocalListener::bind(&path, Access::Root).unwrap();
+        let mode = fs::symlink_metadata(&path).unwrap().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        assert!(connect_to_qemu(&directory, "web", own()).is_ok());
+        let again = LocalListener::bind(&path, Access::Root);
+        assert!(matches!(again, Err(ProxyError::Squatted { .. })), "{again:?}");
+        drop(listener);
+        must_be_free(&path).unwrap();
+    }
+
+    #[test]
+    fn sockets_of_an_earlier_daemon_are_removed_and_files_are_not() {
+        let base = tempfile::tempdir().unwrap();
+        let directory = make_outgoing(base.path(), "host-b").unwrap();
+        let left = UnixListener::bind(directory.join("web")).unwrap();
+        fs::write(directory.join("file"), "text").unwrap();
+        make_outgoing(base.path(), "host-b").unwrap();
+        drop(left);
+        must_be_free(&directory.join("web")).unwrap();
+        assert!(must_be_free(&directory.join("file")).is_err());
+    }
+
+    #[test]
+    fn socket_is_free_only_if_nobody_listens() {
+        let base = tempfile::tempdir().unwrap();
+        let path = base.path().join("web");
+        let listener = UnixListener::bind(&path).unwrap();
+        assert!(matches!(must_be_free(&path), Err(ProxyError::Squatted { .. })));
+        drop(listener);
+        must_be_free(&path).unwrap();
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn directory_of_others_and_links_are_refused() {
+        let base = tempfile::tempdir().unwrap();
+        fs::set_permissions(base.path(), fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(matches!(make_base(base.path()), Err(ProxyError::Directory { .. })));
+        fs::set_permissions(base.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        make_base(base.path()).unwrap();
+        std::os::unix::fs::symlink("/tmp", base.path().join("host-b")).unwrap();
+        let made = make_outgoing(base.path(), "host-b");
+        assert!(matches!(made, Err(ProxyError::Directory { .. })), "{made:?}");
+        assert!(matches!(make_outgoing(base.path(), "../x"), Err(ProxyError::Name { .. })));
+    }
+
+    #[test]
+    fn file_that_is_no_socket_is_not_connected_to() {
+        let base = tempfile::tempdir().unwrap();
+        fs::write(base.path().join("web"), "text").unwrap();
+        assert!(connect_to_qemu(base.path(), "web", own()).is_err());
+        assert!(connect_to_qemu(base.path(), "none", own()).is_err());
+    }
+}

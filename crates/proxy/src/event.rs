@@ -1,0 +1,164 @@
+//! What happens in a proxy, for logs and for the status.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Serialize, Serializer};
+
+use crate::stream::StreamFailure;
+
+/// Which side of a stream this host is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Side {
+    /// A local program connected, and the stream goes to the peer.
+    Opener,
+    /// The peer opened the stream, which goes to a local program.
+    Acceptor,
+}
+
+/// A stream, for people.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct StreamName {
+    /// Counts the streams of this daemon, from 1.
+    pub number: u64,
+    /// The other host.
+    pub peer: String,
+    /// Where the stream comes out: `libvirt`, a socket, or a rule.
+    pub target: String,
+    /// Which side this host is.
+    pub side: Side,
+}
+
+impl fmt::Display for StreamName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let way = match self.side {
+            Side::Opener => "to",
+            Side::Acceptor => "from",
+        };
+        write!(f, "stream {} {way} {} ({})", self.number, self.peer, self.target)
+    }
+}
+
+/// An event.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "event", rename_all = "kebab-case")]
+pub enum ProxyEvent {
+    /// A stream has begun.
+    Opened {
+        /// The stream.
+        stream: StreamName,
+    },
+    /// A stream has ended.
+    Ended {
+        /// The stream.
+        stream: StreamName,
+        /// Why, if it failed.
+        #[serde(serialize_with = "as_text")]
+        failure: Option<StreamFailure>,
+        /// Bytes read from the local program, and sent on links.
+        read: u64,
+        /// See `read`.
+        sent: u64,
+        /// Bytes written to the local program.
+        written: u64,
+    },
+    /// A link broke. The stream waits for the next one.
+    LinkBroken {
+        /// The stream.
+        stream: StreamName,
+        /// Why.
+        reason: String,
+    },
+    /// The stream has a link again.
+    LinkMade {
+        /// The stream.
+        stream: StreamName,
+        /// For how long there was none.
+        #[serde(rename = "after_ms", serialize_with = "as_millis")]
+        after: Duration,
+    },
+    /// A peer or a local program was refused.
+    Refused {
+        /// Who.
+        peer: String,
+        /// What it wanted.
+        wanted: String,
+        /// Why not.
+        reason: String,
+    },
+    /// A guest is announced: libvirt's Prepare has passed.
+    Prepared {
+        /// The guest's name.
+        guest: String,
+        /// Its UUID.
+        uuid: String,
+        /// The other host.
+        peer: String,
+        /// Which side this host is.
+        side: Side,
+    },
+    /// The destination's libvirt has answered Finish.
+    Finished {
+        /// The guest's name.
+        guest: String,
+        /// The other host.
+        peer: String,
+        /// Which side this host is.
+        side: Side,
+        /// libvirt's error, if the guest does not run at the destination.
+        error: Option<String>,
+    },
+}
+
+impl fmt::Display for ProxyEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Opened { stream } => write!(f, "{stream} has begun"),
+            Self::Ended { stream, failure: None, read, sent, written } => {
+                write!(f, "{stream} has ended: read {read} bytes, sent {sent}, wrote {written}")
+            }
+            Self::Ended { stream, failure: Some(failure), .. } => {
+                write!(f, "{stream} failed: {failure}")
+            }
+            Self::LinkBroken { stream, reason } => {
+                write!(f, "{stream} has lost its link: {reason}")
+            }
+            Self::LinkMade { stream, after } => {
+                write!(f, "{stream} has a link again, after {:.1} s", after.as_secs_f64())
+            }
+            Self::Refused { peer, wanted, reason } => {
+                write!(f, "{peer} may not {wanted}: {reason}")
+            }
+            Self::Prepared { guest, uuid, peer, side: Side::Opener } => {
+                write!(f, "guest {guest} ({uuid}) is moving to {peer}")
+            }
+            Self::Prepared { guest, uuid, peer, side: Side::Acceptor } => {
+                write!(f, "guest {guest} ({uuid}) is arriving from {peer}")
+            }
+            Self::Finished { guest, peer, side: Side::Opener, error: None } => {
+                write!(f, "guest {guest} runs at {peer}")
+            }
+            Self::Finished { guest, peer, side: Side::Acceptor, error: None } => {
+                write!(f, "guest {guest} from {peer} runs here")
+            }
+            Self::Finished { guest, peer, error: Some(error), .. } => {
+                write!(f, "guest {guest} was not moved ({peer}): {error}")
+            }
+        }
+    }
+}
+
+/// Hears of events. Called from any thread; must not block.
+pub type Observer = dyn Fn(ProxyEvent) + Send + Sync;
+
+fn as_text<S: Serializer>(
+    failure: &Option<StreamFailure>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    failure.as_ref().map(ToString::to_string).serialize(serializer)
+}
+
+fn as_millis<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_f64(time.as_secs_f64() * 1e3)
+}

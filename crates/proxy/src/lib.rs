@@ -1,0 +1,34 @@
+//! Carries byte streams of local sockets to another host: those of a libvirt migration, and any
+//! others that a rule names.
+//!
+//! ```text
+//!  libvirt, QEMU -> socket -> Proxy  == a link for each stream ==>  Proxy -> socket -> libvirt, QEMU
+//! ```
+//! * A stream outlives its links. When one breaks, another is dialed and the bytes that had not
+//!   arrived are sent again; the programs at both ends see a pause. See [`stream`].
+//! * Pages of guest memory are recognized in QEMU's streams and encoded as those of any guest;
+//!   other bytes are compressed when that pays. See `packing`.
+//! * A peer reaches only what the configuration names, and of libvirt only what a migration needs.
+//!   See `libvirt`.
+
+#![forbid(unsafe_code)]
+
+mod config;
+mod directory;
+mod error;
+mod event;
+mod incoming;
+mod libvirt;
+mod outgoing;
+mod packing;
+mod proxy;
+mod records;
+pub mod stream;
+
+pub use config::{Forward, Owner, Peer, ProxyConfig, is_plain_name};
+pub use error::ProxyError;
+pub use event::{Observer, ProxyEvent, Side, StreamName};
+pub use libvirt::{MigrationStatus, Phase};
+pub use outgoing::LIBVIRT_SOCKET;
+pub use proxy::{Proxy, StreamStatus};
+pub use stream::Timings;

@@ -1,0 +1,194 @@
+//! The guests that libvirt moves through this daemon.
+
+use std::time::Instant;
+
+use parking_lot::Mutex;
+use uuid::Uuid;
+use vmferry_libvirt_rpc::{Call, Guest, Reply};
+use vmferry_transport::PeerIdentity;
+
+use crate::event::Side;
+
+/// Migrations that have ended and are still listed.
+const MAX_ENDED: usize = 64;
+
+/// How far a migration has come, by what libvirt said on the RPC connection.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// The destination's libvirt is starting QEMU.
+    Preparing,
+    /// Disks and memory are copied, or about to be.
+    Copying,
+    /// The destination's libvirt has been told to run the guest, and has not answered.
+    Finishing,
+    /// The destination's libvirt has said that the guest runs there.
+    Moved,
+    /// The guest was not moved. Contains libvirt's error, or what happened to the connection.
+    Failed(String),
+    /// The connection ended after the destination's libvirt had been told to run the guest and
+    /// before its answer came.
+    Unanswered,
+}
+
+/// A migration in the status.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MigrationStatus {
+    /// The guest's name at the destination.
+    pub guest: String,
+    /// Its UUID.
+    pub uuid: Uuid,
+    /// The other host.
+    pub peer: String,
+    /// Which side this host is.
+    pub side: Side,
+    /// How far it has come.
+    pub phase: Phase,
+    /// When it began.
+    pub begun: Instant,
+}
+
+/// All migrations of a daemon.
+#[derive(Debug, Default)]
+pub(crate) struct Migrations {
+    all: Mutex<Vec<Migration>>,
+    expected: Mutex<Vec<Expected>>,
+}
+
+/// A migration.
+#[derive(Clone, Debug)]
+struct Migration {
+    /// Distinguishes connections.
+    session: u64,
+    status: MigrationStatus,
+}
+
+/// Sockets that an admitted call has named.
+#[derive(Debug)]
+struct Expected {
+    uuid: Uuid,
+    peer: PeerIdentity,
+    directory: String,
+    files: Vec<String>,
+}
+
+impl Migrations {
+    /// All migrations, the oldest first.
+    pub fn list(&self) -> Vec<MigrationStatus> {
+        self.all.lock().iter().map(|migration| migration.status.clone()).collect()
+    }
+
+    /// The guest's QEMU will listen on these sockets. They replace those of an earlier migration of
+    /// the same guest.
+    pub fn expect_sockets(
+        &self,
+        uuid: Uuid,
+        peer: &PeerIdentity,
+        directory: &str,
+        files: Vec<String>,
+    ) {
+        let mut expected = self.expected.lock();
+        expected.retain(|one| one.uuid != uuid);
+        let (peer, directory) = (peer.clone(), directory.to_owned());
+        expected.push(Expected { uuid, peer, directory, files });
+    }
+
+    /// Whether this peer may open this socket.
+    pub fn may_open(&self, peer: &PeerIdentity, directory: &str, file: &str) -> bool {
+        self.expected.lock().iter().any(|one| {
+            one.directory == directory
+                && one.files.iter().any(|known| known == file)
+                && one.peer.is_same_as(peer)
+        })
+    }
+
+    /// A call is about to be passed on.
+    pub fn called(&self, session: u64, peer: &str, side: Side, call: &Call) {
+        let mut all = self.all.lock();
+        match call {
+            Call::Prepare(_) => {
+                let Guest { name, uuid } = call.guest().clone();
+                let (peer, begun) = (peer.to_owned(), Instant::now());
+                let status = MigrationStatus {
+                    guest: name,
+                    uuid,
+                    peer,
+                    side,
+                    phase: Phase::Preparing,
+                    begun,
+                };
+                all.push(Migration { session, status });
+                let ended = all.iter().filter(|one| one.status.phase.is_end()).count();
+                if ended > MAX_ENDED
+                    && let Some(oldest) = all.iter().position(|one| one.status.phase.is_end())
+                {
+                    all.remove(oldest);
+                }
+            }
+            Call::Finish(finish) => {
+                for one in all.iter_mut().filter(|one| one.is_of(session)) {
+                    if one.status.guest == call.guest().name && !finish.cancelled {
+                        one.status.phase = Phase::Finishing;
+                    }
+                }
+            }
+        }
+    }
+
+    /// A reply has come. Returns the migrations that have changed.
+    pub fn replied(&self, session: u64, reply: &Reply) -> Vec<MigrationStatus> {
+        let phase = match reply {
+            Reply::Prepare(reply) => match &reply.result {
+                Ok(()) => Phase::Copying,
+                Err(error) => Phase::Failed(error.message.clone()),
+            },
+            Reply::Finish(reply) => match &reply.result {
+                Ok(()) => Phase::Moved,
+                Err(error) => Phase::Failed(error.message.clone()),
+            },
+        };
+        self.set(session, &phase)
+    }
+
+    /// The connection has ended. Returns the migrations that have changed.
+    pub fn ended(&self, session: u64) -> Vec<MigrationStatus> {
+        let mut all = self.all.lock();
+        let mut changed = Vec::new();
+        for one in all.iter_mut().filter(|one| one.is_of(session)) {
+            one.status.phase = match one.status.phase {
+                Phase::Finishing => Phase::Unanswered,
+                _ => Phase::Failed("libvirt's connection ended before the migration did".into()),
+            };
+            changed.push(one.status.clone());
+        }
+        let over: Vec<_> = all.iter().filter(|one| one.status.phase.is_end()).collect();
+        let is_over = |uuid: Uuid| {
+            over.iter().any(|one| one.status.uuid == uuid)
+                && !all.iter().any(|one| one.status.uuid == uuid && !one.status.phase.is_end())
+        };
+        self.expected.lock().retain(|one| !is_over(one.uuid));
+        changed
+    }
+
+    fn set(&self, session: u64, phase: &Phase) -> Vec<MigrationStatus> {
+        let mut all = self.all.lock();
+        let mut changed = Vec::new();
+        for one in all.iter_mut().filter(|one| one.is_of(session)) {
+            one.status.phase = phase.clone();
+            changed.push(one.status.clone());
+        }
+        changed
+    }
+}
+
+impl Migration {
+    /// Whether it is under way on this connection. libvirt moves one guest on each.
+    fn is_of(&self, session: u64) -> bool {
+        self.session == session && !self.status.phase.is_end()
+    }
+}
+
+impl Phase {
+    fn is_end(&self) -> bool {
+        matches!(self, Self::Moved | Self::Failed(_) | Self::Unanswered)
+    }
+}

@@ -1,0 +1,147 @@
+//! libvirt's migrations: the RPC connection of the source's libvirt to the destination's, read on
+//! its way.
+//!
+//! Both daemons read the calls ([`vmferry_libvirt_rpc::CallGate`]). The source's daemon learns
+//! which sockets the migration will use and makes them. The destination's daemon lets only those
+//! calls through that a migration needs, for guests that its policy admits, and connects later only
+//! to sockets that an admitted call has named.
+
+mod migrations;
+mod session;
+
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use vmferry_libvirt_rpc::{MigrateFlags, PrepareCall, SocketUri};
+use vmferry_transport::PeerIdentity;
+use vmferry_wire::GuestIdentity;
+
+use crate::config::is_plain_name;
+use crate::directory::{self, Access, LocalListener};
+use crate::event::Side;
+use crate::outgoing::{self, LIBVIRT_SOCKET, LocalSocket};
+use crate::proxy::{Ends, Shared};
+use crate::records::Target;
+pub(crate) use migrations::Migrations;
+pub use migrations::{MigrationStatus, Phase};
+use session::Session;
+
+/// A connection of this host's libvirt to a peer's.
+///
+/// # Errors
+/// The system's.
+pub(crate) fn depart(
+    shared: &Arc<Shared>,
+    peer: &str,
+    socket: UnixStream,
+) -> std::io::Result<Ends> {
+    let directory = shared.config().directory.join(peer);
+    let session = Session::new(shared, peer.to_owned(), Side::Opener, socket.try_clone()?);
+    let (shared, peer) = (Arc::downgrade(shared), peer.to_owned());
+    let mut sockets: Vec<LocalSocket> = Vec::new();
+    let admit = move |call: &PrepareCall| {
+        let Some(shared) = shared.upgrade() else { return Err("the daemon ends".into()) };
+        for file in files_of(call, &directory)? {
+            let access = Access::Qemu(shared.config().qemu);
+            let listener = LocalListener::bind(&directory.join(&file), access);
+            let listener = listener.map_err(|error| error.to_string())?;
+            let target = Target::Socket { directory: peer.clone(), file };
+            let socket = outgoing::listen(&shared, listener, peer.clone(), target);
+            sockets.push(socket.map_err(|error| vmferry::chain(&error))?);
+        }
+        Ok(())
+    };
+    session.source_ends(Box::new(admit))
+}
+
+/// A connection of a peer's libvirt to this host's. `directory` is the peer's name for this host.
+///
+/// # Errors
+/// Why it is refused, for people.
+pub(crate) fn arrive(
+    shared: &Arc<Shared>,
+    peer: &PeerIdentity,
+    name: String,
+    directory: &str,
+) -> Result<Ends, String> {
+    let config = shared.config();
+    if !is_plain_name(directory) || config.peers.iter().any(|peer| peer.name == directory) {
+        return Err(format!(
+            "{directory:?} can't be this host's name: its sockets would be in the directory of a \
+             peer"
+        ));
+    }
+    let made = directory::make_incoming(&config.directory, directory, config.qemu);
+    let path = made.map_err(|error| error.to_string())?;
+    let socket = UnixStream::connect(&config.libvirt).map_err(|error| {
+        format!("libvirt's socket {} can't be reached: {error}", config.libvirt.display())
+    })?;
+    let local = |error: std::io::Error| error.to_string();
+    let session = Session::new(shared, name, Side::Acceptor, socket.try_clone().map_err(local)?);
+    let (shared, peer, directory) = (Arc::downgrade(shared), peer.clone(), directory.to_owned());
+    let admit = move |call: &PrepareCall| {
+        let Some(shared) = shared.upgrade() else { return Err("the daemon ends".into()) };
+        let identity = GuestIdentity { name: call.guest.name.clone(), uuid: call.guest.uuid };
+        if let Some(policy) = &shared.config().policy {
+            policy.check_guest(&peer, &identity)?;
+        }
+        let files = files_of(call, &path)?;
+        for file in &files {
+            directory::must_be_free(&path.join(file)).map_err(|error| error.to_string())?;
+        }
+        shared.migrations.expect_sockets(call.guest.uuid, &peer, &directory, files);
+        Ok(())
+    };
+    session.destination_ends(Box::new(admit)).map_err(local)
+}
+
+/// The names of the sockets that a migration uses, which must be in `directory`.
+///
+/// # Errors
+/// Why it can't be carried, and what to do.
+fn files_of(call: &PrepareCall, directory: &Path) -> Result<Vec<String>, String> {
+    if call.flags.contains(MigrateFlags::OFFLINE) {
+        return Ok(Vec::new());
+    }
+    let example = directory.join(&call.guest.name);
+    let Some(migrate) = &call.migrate_uri else {
+        return Err(format!(
+            "the migration has no URI for memory, so libvirt would use a TCP port: add \
+             `--migrateuri unix://{}`",
+            example.display()
+        ));
+    };
+    let mut files = vec![file_of(migrate, directory)?];
+    if let Some(disks) = &call.disks_uri {
+        let file = file_of(disks, directory)?;
+        if files.contains(&file) {
+            return Err(format!("memory and disks have the same socket {file}"));
+        }
+        files.push(file);
+    } else if call.flags.contains(MigrateFlags::NON_SHARED_DISK)
+        || call.flags.contains(MigrateFlags::NON_SHARED_INC)
+    {
+        return Err(format!(
+            "the migration copies disks and has no URI for them, so libvirt would use a TCP port: \
+             add `--disks-uri unix://{}.disks`",
+            example.display()
+        ));
+    }
+    Ok(files)
+}
+
+/// The name of the socket in `directory` that a URI names.
+fn file_of(uri: &str, directory: &Path) -> Result<String, String> {
+    let socket = SocketUri::parse(uri).map_err(|error| vmferry::chain(&error))?;
+    let path: PathBuf = socket.path().to_owned();
+    let file = path.file_name().and_then(|file| file.to_str()).unwrap_or_default();
+    if path.parent() != Some(directory) || !is_plain_name(file) || file == LIBVIRT_SOCKET {
+        return Err(format!(
+            "the socket {} is not a socket of a migration in {}",
+            path.display(),
+            directory.display()
+        ));
+    }
+    Ok(file.to_owned())
+}

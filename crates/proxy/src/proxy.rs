@@ -1,0 +1,318 @@
+//! The proxy of a host: its streams, and what makes them.
+
+use std::collections::HashMap;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::thread::JoinHandle;
+
+use parking_lot::{Mutex, RwLock};
+use vmferry::config::WorkerCount;
+use vmferry::config::compression::CompressionConfig;
+use vmferry::data::source::chooser::Chooser;
+use vmferry_transport::{Address, Listener, ListenerCloser, PeerIdentity, RateLimiter};
+use vmferry_wire::Token;
+
+use crate::config::ProxyConfig;
+use crate::directory;
+use crate::error::ProxyError;
+use crate::event::{Observer, ProxyEvent, Side, StreamName};
+use crate::incoming;
+use crate::libvirt::{MigrationStatus, Migrations};
+use crate::outgoing::Outgoing;
+use crate::packing::{Pacer, Packer};
+use crate::stream::{LocalReader, LocalWriter, Output, Stream, StreamFailure, Tap, Waker};
+
+/// The most streams at once. Each has up to 64 MiB of frames on this host.
+const MAX_STREAMS: usize = 512;
+
+/// A running proxy. Dropping it ends all streams.
+pub struct Proxy {
+    shared: Arc<Shared>,
+    outgoing: Mutex<Outgoing>,
+    address: Address,
+    closer: ListenerCloser,
+    accepting: Option<JoinHandle<()>>,
+}
+
+/// What all threads of a proxy share.
+pub(crate) struct Shared {
+    config: RwLock<Arc<ProxyConfig>>,
+    observer: Box<Observer>,
+    streams: Mutex<HashMap<[u8; 16], Arc<Entry>>>,
+    numbers: AtomicU64,
+    sessions: AtomicU64,
+    limiters: Mutex<HashMap<String, RateLimiter>>,
+    pub ending: AtomicBool,
+    /// Guests on their way.
+    pub migrations: Migrations,
+}
+
+/// A stream and what is known about it.
+pub(crate) struct Entry {
+    pub stream: Arc<Stream>,
+    pub name: StreamName,
+    pub token: [u8; 16],
+    /// The peer that opened it, if this side is the acceptor.
+    pub opener: Option<PeerIdentity>,
+    /// The number of the opener's last attempt.
+    pub attempt: AtomicU64,
+    pub pacer: Pacer,
+    is_ended: AtomicBool,
+}
+
+/// What a stream does with its bytes on this host.
+pub(crate) struct Ends {
+    /// The local socket.
+    pub socket: UnixStream,
+    /// Sees what is read.
+    pub tap: Option<Box<dyn Tap>>,
+    /// Takes what is written.
+    pub output: Box<dyn Output>,
+    /// Wakes the reader for the tap.
+    pub waker: Arc<Waker>,
+    /// Whether the bytes are compressed when that pays.
+    pub compress: bool,
+}
+
+impl Ends {
+    /// A socket whose bytes are carried as they are.
+    pub fn plain(socket: UnixStream) -> std::io::Result<Self> {
+        let output = Box::new(socket.try_clone()?);
+        Ok(Self { socket, tap: None, output, waker: Arc::new(Waker::new()?), compress: true })
+    }
+}
+
+/// A stream in the status.
+#[derive(Clone, Debug, PartialEq)]
+pub struct StreamStatus {
+    /// Its name.
+    pub name: StreamName,
+    /// Whether it has a link now.
+    pub linked: bool,
+    /// Links so far.
+    pub links: u64,
+    /// Bytes read from the local program.
+    pub read: u64,
+    /// Bytes sent on links.
+    pub sent: u64,
+    /// Bytes written to the local program.
+    pub written: u64,
+    /// Bytes per second of the local program's data that the peer has placed lately.
+    pub rate: Option<f64>,
+}
+
+impl Proxy {
+    /// Starts listening for peers and for local programs.
+    ///
+    /// # Errors
+    /// An address, a directory or a socket that can't be used.
+    pub fn start(config: ProxyConfig, observer: Box<Observer>) -> Result<Self, ProxyError> {
+        directory::make_base(&config.directory)?;
+        let listener =
+            Listener::bind(&config.listen, config.tls.clone()).map_err(ProxyError::Listen)?;
+        let (address, closer) = (listener.local_address().clone(), listener.closer());
+        let shared = Arc::new(Shared {
+            config: RwLock::new(Arc::new(config)),
+            observer,
+            streams: Mutex::default(),
+            numbers: AtomicU64::new(0),
+            sessions: AtomicU64::new(0),
+            limiters: Mutex::default(),
+            ending: AtomicBool::new(false),
+            migrations: Migrations::default(),
+        });
+        let mut outgoing = Outgoing::default();
+        outgoing.follow(&shared)?;
+        let accepting = std::thread::Builder::new().name("accept".into());
+        let accepting = accepting
+            .spawn({
+                let shared = Arc::clone(&shared);
+                move || incoming::accept(&shared, &listener)
+            })
+            .map_err(|source| ProxyError::System { action: "create a thread", source })?;
+        let outgoing = Mutex::new(outgoing);
+        Ok(Self { shared, outgoing, address, closer, accepting: Some(accepting) })
+    }
+
+    /// Where other daemons connect to, with the actual port.
+    #[must_use]
+    pub fn address(&self) -> &Address {
+        &self.address
+    }
+
+    /// Uses another configuration from now on: peers and rules that are new get their sockets, and
+    /// those that are gone lose theirs. Streams that exist go on. The listening address, its
+    /// identity and the directory stay as they are.
+    ///
+    /// # Errors
+    /// What of it can't be used. The rest is in use.
+    pub fn reconfigure(&self, config: ProxyConfig) -> Result<(), ProxyError> {
+        *self.shared.config.write() = Arc::new(config);
+        self.outgoing.lock().follow(&self.shared)
+    }
+
+    /// All streams, in the order in which they began.
+    #[must_use]
+    pub fn status(&self) -> Vec<StreamStatus> {
+        let entries: Vec<_> = self.shared.streams.lock().values().cloned().collect();
+        let mut all: Vec<_> = entries.iter().map(|entry| entry.status()).collect();
+        all.sort_by_key(|status| status.name.number);
+        all
+    }
+
+    /// The guests that libvirt moves or has moved, the oldest first.
+    #[must_use]
+    pub fn migrations(&self) -> Vec<MigrationStatus> {
+        self.shared.migrations.list()
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.shared.ending.store(true, Ordering::Release);
+        self.closer.close();
+        *self.outgoing.lock() = Outgoing::default();
+        let entries: Vec<_> = self.shared.streams.lock().values().cloned().collect();
+        for entry in entries {
+            entry.stream.fail(StreamFailure::Ending);
+        }
+        if let Some(accepting) = self.accepting.take() {
+            let _ = accepting.join();
+        }
+    }
+}
+
+impl Shared {
+    pub fn config(&self) -> Arc<ProxyConfig> {
+        Arc::clone(&self.config.read())
+    }
+
+    /// A number for an RPC connection.
+    pub fn next_session(&self) -> u64 {
+        self.sessions.fetch_add(1, Ordering::Relaxed)
+    }
+
+    pub fn tell(&self, event: ProxyEvent) {
+        (self.observer)(event);
+    }
+
+    /// The bandwidth cap of a peer, which all streams to it share.
+    fn limiter(&self, peer: &str) -> RateLimiter {
+        let cap = self.config().bandwidth;
+        let mut limiters = self.limiters.lock();
+        let limiter =
+            limiters.entry(peer.to_owned()).or_insert_with(|| RateLimiter::new(cap)).clone();
+        limiter.set_rate(cap);
+        limiter
+    }
+
+    /// A stream that exists.
+    pub fn stream(&self, token: &Token) -> Option<Arc<Entry>> {
+        self.streams.lock().get(&token.0).cloned()
+    }
+
+    /// Begins a stream: starts the threads of its local socket.
+    ///
+    /// # Errors
+    /// Why it can't begin, for people.
+    pub fn begin(
+        self: &Arc<Self>,
+        token: [u8; 16],
+        name: (String, String, Side),
+        opener: Option<PeerIdentity>,
+        ends: Ends,
+    ) -> Result<Arc<Entry>, String> {
+        let local = |error: std::io::Error| format!("the system can't start a stream: {error}");
+        let Ends { socket, tap, output, waker, compress } = ends;
+        let stream = Arc::new(Stream::new(&socket).map_err(local)?);
+        let (peer, target, side) = name;
+        let limiter = self.limiter(&peer);
+        let number = self.numbers.fetch_add(1, Ordering::Relaxed) + 1;
+        let config = self.config();
+        let (packer, pacer) = packing(&config.compression, compress, config.bandwidth, limiter);
+        let entry = Arc::new(Entry {
+            stream: Arc::clone(&stream),
+            name: StreamName { number, peer, target, side },
+            token,
+            opener,
+            attempt: AtomicU64::new(0),
+            pacer,
+            is_ended: AtomicBool::new(false),
+        });
+        {
+            let mut streams = self.streams.lock();
+            if self.ending.load(Ordering::Acquire) {
+                return Err("the daemon ends".into());
+            }
+            if streams.len() >= MAX_STREAMS {
+                return Err(format!("there are {MAX_STREAMS} streams already"));
+            }
+            streams.insert(token, Arc::clone(&entry));
+        }
+        let writer = LocalWriter {
+            stream: Arc::clone(&stream),
+            socket: socket.try_clone().map_err(local)?,
+            output,
+        };
+        let reader = LocalReader { stream, socket, packer, tap, waker };
+        let started = std::thread::Builder::new()
+            .name("local-write".into())
+            .spawn(move || writer.run())
+            .and_then(|_| {
+                std::thread::Builder::new().name("local-read".into()).spawn(move || reader.run())
+            });
+        if let Err(error) = started {
+            let problem = local(error);
+            entry.stream.fail(StreamFailure::Local { problem: problem.clone() });
+            self.streams.lock().remove(&token);
+            return Err(problem);
+        }
+        self.tell(ProxyEvent::Opened { stream: entry.name.clone() });
+        Ok(entry)
+    }
+
+    /// Forgets a stream that is over, once.
+    pub fn end(&self, entry: &Entry) {
+        if entry.is_ended.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        self.streams.lock().remove(&entry.token);
+        let StreamStatus { name, read, sent, written, .. } = entry.status();
+        let failure = entry.stream.failure();
+        self.tell(ProxyEvent::Ended { stream: name, failure, read, sent, written });
+    }
+}
+
+impl Entry {
+    fn status(&self) -> StreamStatus {
+        let counters = &self.stream.counters;
+        let load = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        StreamStatus {
+            name: self.name.clone(),
+            linked: self.stream.unlinked_since().is_none(),
+            links: load(&counters.links),
+            read: load(&counters.read),
+            sent: load(&counters.sent),
+            written: load(&counters.written),
+            rate: self.stream.rate(),
+        }
+    }
+}
+
+/// How a stream's frames are made and sent.
+fn packing(
+    config: &CompressionConfig,
+    compress: bool,
+    cap: Option<u64>,
+    limiter: RateLimiter,
+) -> (Packer, Pacer) {
+    if !compress {
+        return (Packer::plain(), Pacer::new(None, Some(limiter)));
+    }
+    // One thread reads, recognizes and compresses a stream.
+    let config = CompressionConfig { workers: WorkerCount::new(1).ok(), ..config.clone() };
+    let chooser = Arc::new(Chooser::new(&config, 1, cap));
+    let packer = Packer::compressing(Arc::clone(&chooser), &config);
+    (packer, Pacer::new(Some(chooser), Some(limiter)))
+}

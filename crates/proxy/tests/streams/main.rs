@@ -1,0 +1,6 @@
+//! Two proxies with a cable between them that tests can cut, and local programs at both ends.
+
+mod carried;
+mod cut;
+mod refused;
+mod support;
