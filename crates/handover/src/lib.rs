@@ -41,12 +41,17 @@
 pub mod journal;
 
 mod destination;
+mod finish;
 mod guest;
 mod identity;
 mod source;
 
 pub use destination::{
     DestinationEffect, DestinationEvent, DestinationRecords, DestinationState, recover_destination,
+};
+pub use finish::{
+    DestinationAction, DestinationFinish, DestinationStep, DomainSeen, FinishAnswer, FinishError,
+    FinishRecord, FinishStep, FinishWord, SourceAction, SourceFinish, SourceStep,
 };
 pub use guest::{
     CommitWritten, Committed, Paused, Resume, Running, SourceGuest, VmError, write_commit,
