@@ -2,7 +2,7 @@
 
 /// Why a connection ends, or why a call is refused.
 ///
-/// The watches and the gate return an error when the connection cannot continue: the bytes are not
+/// The gate and the watch return an error when the connection cannot continue: the bytes are not
 /// libvirt's protocol, or a packet can neither pass nor be answered. An error in the arguments of a
 /// call is the message of its refusal, and the connection continues.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

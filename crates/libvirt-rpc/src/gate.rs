@@ -1,15 +1,13 @@
-//! The gate at the destination: which calls may pass to libvirt.
+//! The gate: which calls may pass to the destination's libvirt.
 
 use std::fmt;
 
 use crate::calls::{Call, PrepareCall, PreparedGuests};
 use crate::error::RpcError;
 use crate::header::{HEADER_BYTES, PacketHeader, PacketKind, PacketStatus};
+use crate::keepalive;
 use crate::open;
-use crate::procedures::{
-    KEEPALIVE_PROCEDURES, KEEPALIVE_PROGRAM, KEEPALIVE_VERSION, REMOTE_PROGRAM, REMOTE_VERSION,
-    Reading, allowed, procedure,
-};
+use crate::procedures::{REMOTE_PROGRAM, REMOTE_VERSION, Reading, allowed, procedure};
 use crate::refusal::refusal;
 use crate::splitter::{Handling, Policy, Splitter};
 
@@ -27,6 +25,9 @@ pub struct Passed {
     /// Refused calls, whose replies the client waits for. A reply may be sent only between two
     /// packets of libvirt ([`ReplyWatch::is_between_packets`](crate::ReplyWatch)).
     pub refused: Vec<Refused>,
+    /// Answers to the client's pings, whole packets. They are sent to the client as replies to
+    /// refused calls are.
+    pub pongs: Vec<u8>,
     /// Calls of interest that are in `bytes`, in order. The caller must act on them before it
     /// writes `bytes`.
     pub calls: Vec<Call>,
@@ -49,7 +50,7 @@ pub struct Refused {
 ///   arrive, after their header.
 /// - Open, Prepare and Finish are collected and pass whole: an Open of
 ///   [`OPEN_URI`](crate::OPEN_URI), a Prepare that the caller admits, a Finish after its Prepare.
-/// - Keep-alive messages pass.
+/// - Keep-alive messages are dropped, and pings are answered.
 /// - Every other call is dropped, and answered with libvirt's error reply. The reply is complete
 ///   when the call has been read to its end, because a client that gets a reply stops sending.
 /// - Every other packet ends the connection.
@@ -91,7 +92,8 @@ impl CallGate {
         self.splitter.push(bytes, &mut Gating { decisions: &mut self.decisions, out })
     }
 
-    /// Whether the bytes so far are whole packets.
+    /// Whether [`Passed::bytes`] so far are whole packets, so that an answer to a ping of libvirt
+    /// ([`Heard::pongs`](crate::Heard)) may follow them.
     #[must_use]
     pub fn is_between_packets(&self) -> bool {
         self.splitter.is_between_packets()
@@ -113,8 +115,9 @@ impl Policy for Gating<'_> {
                     Handling::Skip
                 }))
             }
-            PacketKind::Message if header.program == KEEPALIVE_PROGRAM => {
-                check_keepalive(header).map(|()| Handling::Stream)
+            _ if keepalive::is_keepalive(header) => {
+                keepalive::answer(header, &mut self.out.pongs)?;
+                Ok(Handling::Skip)
             }
             kind => {
                 let PacketHeader { program, procedure, .. } = *header;
@@ -170,17 +173,6 @@ fn on_call(header: &PacketHeader) -> Result<Handling, String> {
         Reading::Header => Handling::Stream,
         Reading::Whole => Handling::Collect,
     })
-}
-
-/// `virKeepAliveCheckMessage` in `src/rpc/virkeepalive.c` accepts pings and pongs, which have no
-/// payload.
-fn check_keepalive(header: &PacketHeader) -> Result<(), RpcError> {
-    let &PacketHeader { bytes, version, procedure, status, .. } = header;
-    let good = version == KEEPALIVE_VERSION
-        && KEEPALIVE_PROCEDURES.contains(&procedure)
-        && status == PacketStatus::Ok
-        && header.payload_bytes() == 0;
-    if good { Ok(()) } else { Err(RpcError::BadKeepAlive { version, procedure, bytes }) }
 }
 
 impl Decisions {

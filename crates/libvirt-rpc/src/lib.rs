@@ -2,11 +2,14 @@
 //!
 //! In a peer-to-peer migration (`virsh migrate --p2p`), the source's libvirt connects to the
 //! destination's libvirt and calls it. Access to that socket is root on the host. [`CallGate`]
-//! reads the calls at the destination: the procedures that a migration needs may pass
+//! reads the calls on both hosts: the procedures that a migration needs may pass
 //! ([`ALLOWED_PROCEDURES`]), a Prepare only with its caller's consent, a Finish only for a guest
 //! whose Prepare has passed. It answers all other calls with libvirt's own error reply
-//! ([`refusal`]). [`CallWatch`] reads the same direction at the source and refuses nothing.
-//! [`ReplyWatch`] reads the replies.
+//! ([`refusal`]). [`ReplyWatch`] reads the replies, and [`finish_reply`] replaces a lost one.
+//!
+//! Both readers answer keep-alive messages and pass none on. So the link between the hosts may be
+//! down for longer than libvirt's keep-alive limit, about 30 s, and no libvirt closes its
+//! connection.
 //!
 //! What passes is what was read: a call whose meaning could differ between this crate and libvirt
 //! (a name given twice, a NUL in a string, an XML declaration) is refused.
@@ -26,10 +29,12 @@
 mod calls;
 mod cookie;
 mod error;
+mod finish_reply;
 mod flags;
 mod gate;
 mod guest;
 mod header;
+mod keepalive;
 mod open;
 #[cfg(test)]
 mod packets;
@@ -39,12 +44,12 @@ mod refusal;
 mod replies;
 mod socket_uri;
 mod splitter;
-mod watch;
 mod xdr;
 mod xml;
 
 pub use calls::{Call, FinishCall, PrepareCall};
 pub use error::RpcError;
+pub use finish_reply::finish_reply;
 pub use flags::MigrateFlags;
 pub use gate::{Admit, CallGate, MAX_PREPARED_GUESTS, Passed, Refused};
 pub use guest::{Guest, MAX_NAME_BYTES};
@@ -59,6 +64,5 @@ pub use procedures::{
     REMOTE_PROGRAM, REMOTE_VERSION, Reading, procedure,
 };
 pub use refusal::{MAX_MESSAGE_TEXT_BYTES, RemoteError, refusal};
-pub use replies::{FinishReply, PrepareReply, Reply, ReplyWatch};
+pub use replies::{FinishReply, Heard, MAX_REPLY_BYTES, PrepareReply, Reply, ReplyWatch};
 pub use socket_uri::{MAX_SOCKET_PATH_BYTES, SocketUri};
-pub use watch::{CallWatch, UnreadCall, Watched};

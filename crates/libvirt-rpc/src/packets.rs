@@ -56,6 +56,10 @@ pub fn ping() -> Vec<u8> {
     packet([KEEPALIVE, 1, 1, 2, 0, 0], &[])
 }
 
+pub fn pong() -> Vec<u8> {
+    packet([KEEPALIVE, 1, 2, 2, 0, 0], &[])
+}
+
 pub fn open(uri: Option<&str>) -> Vec<u8> {
     match uri {
         Some(uri) => [words(&[1]), opaque(uri.as_bytes()), words(&[0])].concat(),

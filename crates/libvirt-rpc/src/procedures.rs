@@ -12,9 +12,6 @@ pub const KEEPALIVE_PROGRAM: u32 = 0x6b65_6570;
 /// The version of [`KEEPALIVE_PROGRAM`]: `KEEPALIVE_PROTOCOL_VERSION`.
 pub const KEEPALIVE_VERSION: u32 = 1;
 
-/// The keep-alive program's procedures: `enum keepalive_procedure`, ping and pong.
-pub(crate) const KEEPALIVE_PROCEDURES: [i32; 2] = [1, 2];
-
 /// The most bytes of arguments that are buffered: those of a Prepare or a Finish. libvirt allows
 /// 4 MiB for each string and for the cookie. Real definitions have 5 to 50 KiB, so a longer call is
 /// an attack, and the limit bounds what one connection can make a daemon store.

@@ -24,11 +24,16 @@ const LEVEL_ERROR: u32 = 2;
 /// [`MAX_MESSAGE_TEXT_BYTES`] is cut.
 #[must_use]
 pub fn refusal(header: &PacketHeader, message: &str) -> Vec<u8> {
+    error_reply(header, OPERATION_DENIED, FROM_RPC, message)
+}
+
+/// The reply to a call with any error, in the form of a [`refusal`].
+pub(crate) fn error_reply(header: &PacketHeader, code: u32, domain: u32, message: &str) -> Vec<u8> {
     let message = message.replace(char::is_control, " ");
     let end = message.floor_char_boundary(MAX_MESSAGE_TEXT_BYTES);
     let mut payload = Vec::new();
-    put_u32(&mut payload, OPERATION_DENIED);
-    put_u32(&mut payload, FROM_RPC);
+    put_u32(&mut payload, code);
+    put_u32(&mut payload, domain);
     put_u32(&mut payload, 1);
     put_string(&mut payload, &message[..end]);
     put_u32(&mut payload, LEVEL_ERROR);

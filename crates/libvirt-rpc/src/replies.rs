@@ -3,13 +3,15 @@
 use crate::calls::Call;
 use crate::error::RpcError;
 use crate::header::{HEADER_BYTES, PacketHeader, PacketKind, PacketStatus};
+use crate::keepalive;
 use crate::procedures::{REMOTE_PROGRAM, REMOTE_VERSION, procedure};
 use crate::refusal::RemoteError;
 use crate::splitter::{Handling, Policy, Splitter};
 
-/// The most bytes of an error reply that are buffered. Longer errors are reported without their
-/// text.
-const MAX_ERROR_BYTES: u32 = 64 << 10;
+/// The most bytes of an awaited reply's payload that are buffered. Real ones have 1 to 20 KiB, most
+/// of it the cookie. Longer replies pass as they arrive, and longer errors are reported without
+/// their text.
+pub const MAX_REPLY_BYTES: u32 = 64 << 10;
 
 /// The most replies that are awaited. A client that calls more often without a reply does not
 /// migrate.
@@ -44,7 +46,25 @@ pub struct FinishReply {
     pub result: Result<(), RemoteError>,
 }
 
-/// Reads the replies of libvirt. The caller passes all bytes on itself. One per connection.
+/// What [`ReplyWatch::push`] appends to. The caller takes it out.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Heard {
+    /// Bytes for the client.
+    pub bytes: Vec<u8>,
+    /// Awaited replies that end in `bytes`, in order. The caller must act on them before it writes
+    /// `bytes`.
+    pub replies: Vec<Reply>,
+    /// Answers to libvirt's pings, whole packets. They may be sent to libvirt only between two
+    /// packets of the calls ([`CallGate::is_between_packets`](crate::CallGate)).
+    pub pongs: Vec<u8>,
+}
+
+/// Reads the replies of libvirt. One per connection.
+///
+/// - Awaited replies pass whole, so that a connection which breaks inside of one can still be
+///   answered by [`finish_reply`](crate::finish_reply).
+/// - Keep-alive messages are dropped, and pings are answered.
+/// - Everything else passes as it arrives.
 #[derive(Debug)]
 pub struct ReplyWatch {
     splitter: Splitter,
@@ -81,16 +101,17 @@ impl ReplyWatch {
         Ok(())
     }
 
-    /// Takes the next bytes of libvirt, in pieces of any size, and appends the awaited replies that
-    /// end in them.
+    /// Takes the next bytes of libvirt, in pieces of any size, and appends the results.
     ///
     /// # Errors
-    /// The bytes are not libvirt's RPC. Later calls return the same error.
-    pub fn push(&mut self, bytes: &[u8], out: &mut Vec<Reply>) -> Result<(), RpcError> {
+    /// The bytes are not libvirt's RPC. What was appended before is valid. Later calls return the
+    /// same error.
+    pub fn push(&mut self, bytes: &[u8], out: &mut Heard) -> Result<(), RpcError> {
         self.splitter.push(bytes, &mut Awaiting { awaited: &mut self.awaited, out })
     }
 
-    /// Whether the bytes so far are whole packets, so that a refusal may follow them.
+    /// Whether [`Heard::bytes`] so far are whole packets, so that a refusal or an answer to a ping
+    /// ([`Passed`](crate::Passed)) may follow them.
     #[must_use]
     pub fn is_between_packets(&self) -> bool {
         self.splitter.is_between_packets()
@@ -99,7 +120,7 @@ impl ReplyWatch {
 
 struct Awaiting<'a> {
     awaited: &'a mut Vec<(u32, i32)>,
-    out: &'a mut Vec<Reply>,
+    out: &'a mut Heard,
 }
 
 impl Awaiting<'_> {
@@ -113,23 +134,29 @@ impl Awaiting<'_> {
 
 impl Policy for Awaiting<'_> {
     fn begin(&mut self, header: &PacketHeader) -> Result<Handling, RpcError> {
-        let is_error = header.status == PacketStatus::Error && header.kind == PacketKind::Reply;
-        let collect = is_error
-            && header.payload_bytes() <= MAX_ERROR_BYTES
+        if keepalive::is_keepalive(header) {
+            keepalive::answer(header, &mut self.out.pongs)?;
+            return Ok(Handling::Skip);
+        }
+        let collect = header.kind == PacketKind::Reply
+            && header.payload_bytes() <= MAX_REPLY_BYTES
             && self.position(header).is_some();
-        Ok(if collect { Handling::Collect } else { Handling::Skip })
+        Ok(if collect { Handling::Collect } else { Handling::Stream })
     }
 
-    fn stream(&mut self, _: &[u8]) {}
+    fn stream(&mut self, bytes: &[u8]) {
+        self.out.bytes.extend_from_slice(bytes);
+    }
 
     fn end(&mut self, header: &PacketHeader, packet: Vec<u8>) {
+        self.out.bytes.extend_from_slice(&packet);
         let Some(at) = self.position(header) else { return };
         let (serial, procedure) = self.awaited.remove(at);
         let result = match header.status {
             PacketStatus::Ok => Ok(()),
             _ => Err(remote_error(packet.get(HEADER_BYTES..).unwrap_or_default())),
         };
-        self.out.push(match procedure {
+        self.out.replies.push(match procedure {
             procedure::PREPARE3_PARAMS => Reply::Prepare(PrepareReply { serial, result }),
             _ => Reply::Finish(FinishReply { serial, result }),
         });
@@ -148,12 +175,12 @@ fn remote_error(payload: &[u8]) -> RemoteError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::packets::{REMOTE, finish, packet, ping, prepare, reply};
-    use crate::{CallWatch, Watched, refusal};
+    use crate::packets::{KEEPALIVE, REMOTE, finish, packet, ping, pong, prepare, reply};
+    use crate::{CallGate, Passed, refusal};
 
     fn calls() -> Vec<Call> {
-        let (mut watch, mut out) = (CallWatch::new(), Watched::default());
-        watch.push(&[prepare(5, "web"), finish(6, "web", 0)].concat(), &mut out).unwrap();
+        let (mut gate, mut out) = (CallGate::new(Box::new(|_| Ok(()))), Passed::default());
+        gate.push(&[prepare(5, "web"), finish(6, "web", 0)].concat(), &mut out).unwrap();
         out.calls
     }
 
@@ -165,58 +192,93 @@ mod tests {
 
     #[test]
     fn replies_are_reported_in_any_chunks() {
-        let bytes = [
+        let packets = [
             ping(),
             reply(66, 5, 0, b"another procedure"),
             packet([REMOTE, 1, 303, 3, 5, 2], b"a stream"),
             packet([0x2000_8087, 1, 303, 1, 5, 0], b"another program"),
+            packet([REMOTE, 1, 317, 2, 0, 0], b"an event"),
+            pong(),
             reply(303, 5, 0, b"cookie"),
             reply(303, 5, 0, b"the same serial number again"),
+            ping(),
             error(306, 6, "it died"),
-        ]
-        .concat();
-        let result = Err(RemoteError { code: 29, domain: 7, message: "it died".into() });
-        let expected = [
-            Reply::Prepare(PrepareReply { serial: 5, result: Ok(()) }),
-            Reply::Finish(FinishReply { serial: 6, result }),
         ];
+        let bytes = packets.concat();
+        let result = Err(RemoteError { code: 29, domain: 7, message: "it died".into() });
+        let expected = Heard {
+            bytes: [&packets[1..5], &packets[6..8], &packets[9..]].concat().concat(),
+            replies: vec![
+                Reply::Prepare(PrepareReply { serial: 5, result: Ok(()) }),
+                Reply::Finish(FinishReply { serial: 6, result }),
+            ],
+            pongs: [pong(), pong()].concat(),
+        };
         for size in 1..bytes.len() {
-            let (mut watch, mut replies) = (ReplyWatch::new(), Vec::new());
+            let (mut watch, mut heard) = (ReplyWatch::new(), Heard::default());
             for call in calls() {
                 watch.expect(&call).unwrap();
             }
             for chunk in bytes.chunks(size) {
-                watch.push(chunk, &mut replies).unwrap();
+                watch.push(chunk, &mut heard).unwrap();
             }
-            assert_eq!(replies, expected);
+            assert_eq!(heard, expected);
             assert!(watch.is_between_packets());
         }
     }
 
     #[test]
+    fn bad_keepalive_message_of_libvirt_ends_the_connection() {
+        let (mut watch, mut heard) = (ReplyWatch::new(), Heard::default());
+        let bytes = [reply(66, 1, 0, &[]), packet([KEEPALIVE, 1, 3, 2, 0, 0], &[])].concat();
+        let error = RpcError::BadKeepAlive { version: 1, procedure: 3, bytes: 28 };
+        assert_eq!(watch.push(&bytes, &mut heard), Err(error));
+        assert_eq!(heard, Heard { bytes: reply(66, 1, 0, &[]), ..Heard::default() });
+    }
+
+    #[test]
     fn error_that_cannot_be_read_is_still_an_error() {
-        for payload in [&[][..], &[1; 6], &vec![0; MAX_ERROR_BYTES as usize + 4]] {
-            let (mut watch, mut replies) = (ReplyWatch::new(), Vec::new());
+        for payload in [&[][..], &[1; 6], &vec![0; MAX_REPLY_BYTES as usize + 4]] {
+            let (mut watch, mut heard) = (ReplyWatch::new(), Heard::default());
             watch.expect(&calls()[0]).unwrap();
-            watch.push(&reply(303, 5, 1, payload), &mut replies).unwrap();
-            let [Reply::Prepare(PrepareReply { serial: 5, result: Err(error) })] = &replies[..]
+            let bytes = reply(303, 5, 1, payload);
+            watch.push(&bytes, &mut heard).unwrap();
+            assert_eq!(heard.bytes, bytes);
+            let [Reply::Prepare(PrepareReply { serial: 5, result: Err(error) })] =
+                &heard.replies[..]
             else {
-                panic!("{replies:?}");
+                panic!("{heard:?}");
             };
             assert!(error.message.contains("cannot read"), "{error:?}");
         }
     }
 
     #[test]
-    fn reply_of_a_call_is_reported_after_its_last_byte() {
-        let (mut watch, mut replies) = (ReplyWatch::new(), Vec::new());
+    fn awaited_reply_passes_whole() {
+        let (mut watch, mut heard) = (ReplyWatch::new(), Heard::default());
         watch.expect(&calls()[0]).unwrap();
         let bytes = reply(303, 5, 0, b"cookie");
         let (last, first) = bytes.split_last().unwrap();
-        watch.push(first, &mut replies).unwrap();
-        assert!(replies.is_empty() && !watch.is_between_packets());
-        watch.push(&[*last], &mut replies).unwrap();
-        assert!(replies.len() == 1 && watch.is_between_packets());
+        watch.push(first, &mut heard).unwrap();
+        assert!(heard == Heard::default() && watch.is_between_packets());
+        watch.push(&[*last], &mut heard).unwrap();
+        assert!(heard.bytes == bytes && heard.replies.len() == 1 && watch.is_between_packets());
+    }
+
+    #[test]
+    fn other_packets_and_long_replies_pass_as_they_arrive() {
+        let long = reply(303, 5, 0, &vec![0; MAX_REPLY_BYTES as usize + 4]);
+        let with_fds = packet([REMOTE, 1, 303, 5, 5, 0], b"cookie");
+        for bytes in [reply(66, 5, 0, b"x"), long, with_fds] {
+            let (mut watch, mut heard) = (ReplyWatch::new(), Heard::default());
+            watch.expect(&calls()[0]).unwrap();
+            let (last, first) = bytes.split_last().unwrap();
+            watch.push(first, &mut heard).unwrap();
+            assert!(heard.bytes == first && heard.replies.is_empty());
+            assert!(!watch.is_between_packets());
+            watch.push(&[*last], &mut heard).unwrap();
+            assert!(heard.bytes == bytes && watch.is_between_packets());
+        }
     }
 
     #[test]

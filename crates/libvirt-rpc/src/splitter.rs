@@ -1,4 +1,4 @@
-//! Divides a stream of bytes into packets, for all three readers.
+//! Divides a stream of bytes into packets, for both readers.
 
 use crate::error::RpcError;
 use crate::header::{HEADER_BYTES, LENGTH_BYTES, MAX_PACKET_BYTES, PacketHeader};
@@ -48,9 +48,11 @@ impl Splitter {
         Self { head: [0; HEADER_BYTES], head_bytes: 0, body: None, failed: None }
     }
 
-    /// Whether all bytes so far are whole packets.
+    /// Whether what was streamed and collected so far is whole packets. A packet that is dropped,
+    /// or collected until it ends, does not count before its end.
     pub(crate) fn is_between_packets(&self) -> bool {
-        self.head_bytes == 0 && self.body.is_none()
+        let is_streaming = |body: &Body| body.handling == Handling::Stream;
+        self.failed.is_none() && !self.body.as_ref().is_some_and(is_streaming)
     }
 
     /// Takes the next bytes.
@@ -179,11 +181,12 @@ mod tests {
     }
 
     #[test]
-    fn splitter_is_between_packets_only_there() {
+    fn splitter_is_between_packets_unless_one_is_streamed() {
         let (mut splitter, mut notes) = (Splitter::new(), Notes::default());
-        let packet = [call(3, 1, &[1; 8]), ping()].concat();
-        for (at, byte) in packet.iter().enumerate() {
-            assert_eq!(splitter.is_between_packets(), at == 0 || at == 36, "{at}");
+        let packets = [call(3, 1, &[1; 8]), call(4, 2, &[1; 8]), call(5, 3, &[1; 8])].concat();
+        for (at, byte) in packets.iter().enumerate() {
+            // The header of the first packet is streamed when it is whole.
+            assert_eq!(splitter.is_between_packets(), !(28..36).contains(&at), "{at}");
             splitter.push(&[*byte], &mut notes).unwrap();
         }
         assert!(splitter.is_between_packets());

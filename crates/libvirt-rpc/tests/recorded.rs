@@ -1,8 +1,8 @@
 //! Recorded connections of real libvirt: `recorded/README.md`.
 
 use vmferry_libvirt_rpc::{
-    Call, CallGate, CallWatch, FinishReply, HEADER_BYTES, MigrateFlags, PacketHeader, Passed,
-    PrepareCall, PrepareReply, Reply, ReplyWatch, Watched, refusal,
+    Call, CallGate, FinishReply, HEADER_BYTES, Heard, MigrateFlags, PacketHeader, PacketKind,
+    PacketStatus, Passed, PrepareCall, PrepareReply, Reply, ReplyWatch, finish_reply, refusal,
 };
 
 struct Recorded {
@@ -28,15 +28,24 @@ fn gate(admits: bool) -> CallGate {
     CallGate::new(Box::new(move |_| if admits { Ok(()) } else { Err("not admitted".to_owned()) }))
 }
 
+/// The calls of interest of a connection.
+fn passed(calls: &[u8]) -> Vec<Call> {
+    let mut out = Passed::default();
+    gate(true).push(calls, &mut out).unwrap();
+    out.calls
+}
+
+/// A connection's packets.
+fn packets(mut bytes: &[u8]) -> impl Iterator<Item = (PacketHeader, &[u8])> {
+    std::iter::from_fn(move || {
+        let header = PacketHeader::parse(bytes.first_chunk()?).unwrap();
+        Some((header, bytes.split_off(..header.bytes as usize).unwrap()))
+    })
+}
+
 /// The numbers of a connection's packets.
-fn procedures(mut bytes: &[u8]) -> Vec<i32> {
-    let mut procedures = Vec::new();
-    while let Some(head) = bytes.first_chunk::<HEADER_BYTES>() {
-        let header = PacketHeader::parse(head).unwrap();
-        procedures.push(header.procedure);
-        bytes = &bytes[header.bytes as usize..];
-    }
-    procedures
+fn procedures(bytes: &[u8]) -> Vec<i32> {
+    packets(bytes).map(|(header, _)| header.procedure).collect()
 }
 
 fn is_the_prepare(call: &PrepareCall, uuid: &str) {
@@ -56,7 +65,12 @@ fn gate_passes_recorded_migrations_unchanged() {
             for piece in calls.chunks(size) {
                 gate.push(piece, &mut out).unwrap();
             }
-            assert!(out.bytes == calls && out.refused.is_empty() && gate.is_between_packets());
+            assert!(
+                out.bytes == calls
+                    && out.refused.is_empty()
+                    && out.pongs.is_empty()
+                    && gate.is_between_packets()
+            );
             let [Call::Prepare(prepare), Call::Finish(finish)] = &out.calls[..] else {
                 panic!("{:?}", out.calls);
             };
@@ -89,25 +103,64 @@ fn gate_refuses_a_recorded_guest_that_is_not_admitted() {
 }
 
 #[test]
-fn watches_report_recorded_migrations() {
-    for Recorded { calls, replies, uuid } in RECORDED {
-        let (mut watch, mut out) = (CallWatch::new(), Watched::default());
-        watch.push(calls, &mut out).unwrap();
-        assert!(out.bytes == calls && out.unread.is_empty());
-        let [Call::Prepare(prepare), Call::Finish(_)] = &out.calls[..] else {
-            panic!("{:?}", out.calls);
-        };
-        is_the_prepare(prepare, uuid);
-        let (mut watch, mut reported) = (ReplyWatch::new(), Vec::new());
-        for call in &out.calls {
+fn reply_watch_reports_recorded_migrations() {
+    for Recorded { calls, replies, .. } in RECORDED {
+        let (mut watch, mut heard) = (ReplyWatch::new(), Heard::default());
+        for call in &passed(calls) {
             watch.expect(call).unwrap();
         }
         for piece in replies.chunks(5) {
-            watch.push(piece, &mut reported).unwrap();
+            watch.push(piece, &mut heard).unwrap();
         }
         assert!(watch.is_between_packets());
+        assert!(heard.bytes == replies && heard.pongs.is_empty());
         let prepared = Reply::Prepare(PrepareReply { serial: 9, result: Ok(()) });
         let finished = Reply::Finish(FinishReply { serial: 10, result: Ok(()) });
-        assert_eq!(reported, [prepared, finished]);
+        assert_eq!(heard.replies, [prepared, finished]);
+    }
+}
+
+/// The fields of a `remote_domain_migrate_finish3_params_ret`.
+#[derive(Debug, PartialEq)]
+struct FinishFields {
+    name: String,
+    uuid: String,
+    id: i32,
+    cookie: Vec<u8>,
+}
+
+impl FinishFields {
+    /// Reads a whole reply packet. It shares no code with the encoder.
+    fn read(packet: &[u8]) -> Self {
+        let header = PacketHeader::parse(packet.first_chunk().unwrap()).unwrap();
+        assert_eq!((header.kind, header.status), (PacketKind::Reply, PacketStatus::Ok));
+        let mut left = &packet[HEADER_BYTES..header.bytes as usize];
+        let mut take = |bytes: usize| left.split_off(..bytes).unwrap();
+        let length = u32::from_be_bytes(take(4).try_into().unwrap()) as usize;
+        let name = take(length.next_multiple_of(4))[..length].to_vec();
+        let uuid = take(16).iter().map(|byte| format!("{byte:02x}")).collect();
+        let id = i32::from_be_bytes(take(4).try_into().unwrap());
+        let length = u32::from_be_bytes(take(4).try_into().unwrap()) as usize;
+        let cookie = take(length.next_multiple_of(4))[..length].to_vec();
+        assert!(left.is_empty(), "{left:?}");
+        Self { name: String::from_utf8(name).unwrap(), uuid, id, cookie }
+    }
+}
+
+#[test]
+fn finish_reply_has_the_layout_of_a_recorded_one() {
+    for Recorded { calls, replies, uuid } in RECORDED {
+        let passed = passed(calls);
+        let [_, Call::Finish(call)] = &passed[..] else { panic!("{passed:?}") };
+        let real = packets(replies).find(|(header, _)| header.procedure == 306).unwrap();
+        let ours = finish_reply(call, Ok(()));
+        let header = PacketHeader::parse(ours.first_chunk().unwrap()).unwrap();
+        assert_eq!(header.bytes as usize, ours.len());
+        assert_eq!(header, PacketHeader { bytes: header.bytes, ..real.0 });
+        let real = FinishFields::read(real.1);
+        let uuid = uuid.replace('-', "");
+        assert_eq!((&real.name[..], &real.uuid), ("bare", &uuid));
+        assert!(real.id > 0 && real.cookie.starts_with(b"<qemu-migration>"));
+        assert_eq!(FinishFields::read(&ours), FinishFields { id: -1, cookie: Vec::new(), ..real });
     }
 }

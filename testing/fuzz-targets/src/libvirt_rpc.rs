@@ -1,8 +1,8 @@
 //! Any bytes, read as the RPC connection of a libvirt migration, in both directions.
 
 use vmferry_libvirt_rpc::{
-    Call, CallGate, CallWatch, HEADER_BYTES, MAX_MESSAGE_TEXT_BYTES, PacketHeader, PacketKind,
-    PacketStatus, Passed, Reply, ReplyWatch, RpcError, SocketUri, Watched,
+    Call, CallGate, HEADER_BYTES, Heard, KEEPALIVE_PROGRAM, MAX_MESSAGE_TEXT_BYTES, PacketHeader,
+    PacketKind, PacketStatus, Passed, Reply, ReplyWatch, RpcError, SocketUri, finish_reply,
 };
 
 use super::input::Input;
@@ -24,12 +24,13 @@ pub fn run(data: &[u8]) {
     }
     for call in &passed.calls {
         is_sound(call);
+        finishes(call);
     }
+    are_pongs(&passed.pongs);
     // What has passed passes again, unchanged.
     let (again, same) = gated(&passed.bytes, size);
     assert_eq!((&again.bytes, &again.calls), (&passed.bytes, &passed.calls));
-    assert!(again.refused.is_empty() && same == Ok(()));
-    watched(bytes, size, &passed, &result);
+    assert!(again.refused.is_empty() && again.pongs.is_empty() && same == Ok(()));
     replied(bytes, size, &passed);
     if let Ok(socket) = SocketUri::parse(&String::from_utf8_lossy(bytes)) {
         is_plain(&socket);
@@ -47,42 +48,70 @@ fn gated(bytes: &[u8], size: usize) -> (Passed, Result<(), RpcError>) {
     (out, result)
 }
 
-/// A watch passes everything, and knows the calls that have passed the gate.
-fn watched(bytes: &[u8], size: usize, passed: &Passed, gated: &Result<(), RpcError>) {
-    let (mut watch, mut out) = (CallWatch::new(), Watched::default());
-    let result = bytes.chunks(size).try_for_each(|piece| watch.push(piece, &mut out));
-    assert!(bytes.starts_with(&out.bytes));
-    if result.is_ok() && watch.is_between_packets() {
-        assert_eq!(out.bytes, bytes);
-    }
-    if gated.is_ok() {
-        assert_eq!(result, Ok(()));
-        for call in &passed.calls {
-            assert!(matches!(call, Call::Finish(_)) || out.calls.contains(call), "{call:?}");
-        }
-    }
-}
-
-/// Each awaited reply is reported at most once, whatever libvirt sends, and refusals are packets.
+/// The watch's results do not depend on the pieces, and what has passed passes again. Each awaited
+/// reply is reported at most once, whatever libvirt sends.
 fn replied(bytes: &[u8], size: usize, passed: &Passed) {
-    let (mut watch, mut replies) = (ReplyWatch::new(), Vec::new());
-    for call in &passed.calls {
-        if watch.expect(call).is_err() {
-            break;
-        }
-    }
-    for refused in &passed.refused {
-        watch.push(&refused.reply, &mut replies).expect("a refusal is a packet");
-        assert!(watch.is_between_packets());
-    }
-    let _ = bytes.chunks(size).try_for_each(|piece| watch.push(piece, &mut replies));
-    assert!(replies.len() <= passed.calls.len());
-    for reply in replies {
+    let (heard, result) = heard(bytes, bytes.len().max(1), passed);
+    let (pieces, same) = self::heard(bytes, size, passed);
+    assert_eq!((&pieces, &same), (&heard, &result));
+    assert!(heard.bytes.len() <= bytes.len() + refusals(passed).len());
+    are_pongs(&heard.pongs);
+    let (again, same) = self::heard(&heard.bytes, size, &Passed::default());
+    assert_eq!((&again.bytes, same), (&heard.bytes, Ok(())));
+    assert!(again.replies.is_empty() && again.pongs.is_empty());
+    assert!(heard.replies.len() <= passed.calls.len());
+    for reply in heard.replies {
         let serial = match reply {
             Reply::Prepare(reply) => reply.serial,
             Reply::Finish(reply) => reply.serial,
         };
         assert!(passed.calls.iter().any(|call| call.serial() == serial));
+    }
+}
+
+/// What a watch reads that awaits the replies to calls: replies to other calls, then bytes in
+/// pieces.
+fn heard(bytes: &[u8], size: usize, passed: &Passed) -> (Heard, Result<(), RpcError>) {
+    let (mut watch, mut out) = (ReplyWatch::new(), Heard::default());
+    for call in &passed.calls {
+        if watch.expect(call).is_err() {
+            break;
+        }
+    }
+    let refusals = refusals(passed);
+    watch.push(&refusals, &mut out).expect("refusals are packets");
+    assert!(watch.is_between_packets() && out.bytes == refusals);
+    let result = bytes.chunks(size).try_for_each(|piece| watch.push(piece, &mut out));
+    (out, result)
+}
+
+/// The replies to refused calls.
+fn refusals(passed: &Passed) -> Vec<u8> {
+    passed.refused.iter().flat_map(|refused| refused.reply.clone()).collect()
+}
+
+/// Whole pongs.
+fn are_pongs(bytes: &[u8]) {
+    let (packets, rest) = bytes.as_chunks::<HEADER_BYTES>();
+    assert!(rest.is_empty());
+    for packet in packets {
+        let header = PacketHeader::parse(packet).unwrap();
+        assert_eq!((header.bytes as usize, header.program), (HEADER_BYTES, KEEPALIVE_PROGRAM));
+        assert_eq!((header.procedure, header.kind), (2, PacketKind::Message));
+    }
+}
+
+/// A reply to a Finish is awaited, and says whether the guest runs.
+fn finishes(call: &Call) {
+    let Call::Finish(finish) = call else { return };
+    for (result, runs) in [(Ok(()), !finish.cancelled), (Err("lost"), false)] {
+        let (mut watch, mut out) = (ReplyWatch::new(), Heard::default());
+        watch.expect(call).expect("the first");
+        let packet = finish_reply(finish, result);
+        watch.push(&packet, &mut out).expect("a reply is a packet");
+        let [Reply::Finish(reply)] = &out.replies[..] else { panic!("{out:?}") };
+        assert_eq!((reply.serial, reply.result.is_ok()), (finish.serial, runs));
+        assert!(out.bytes == packet && watch.is_between_packets());
     }
 }
 

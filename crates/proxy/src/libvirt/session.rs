@@ -1,16 +1,20 @@
 //! One RPC connection, on either host.
 
-use std::io::{self, Write};
+use std::io;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
-use vmferry_libvirt_rpc::{Admit, CallGate, Passed, Reply, ReplyWatch};
+use vmferry_handover::{FinishAnswer, FinishWord, SessionId};
+use vmferry_libvirt_rpc::{Call, CallGate, FinishCall, Guest, Passed, Reply, ReplyWatch};
+use vmferry_transport::PeerIdentity;
 
+use super::ledger::SourceLedger;
+use super::settle::Unanswered;
 use super::{MigrationStatus, Phase};
 use crate::event::{ProxyEvent, Side};
-use crate::proxy::{Ends, Shared};
-use crate::stream::{Output, OutputError, Tap, Waker};
+use crate::proxy::Shared;
 
 /// What both directions of a connection share. The migration's connection has ended when the last
 /// of them is dropped.
@@ -19,58 +23,186 @@ pub(super) struct Session {
     number: u64,
     peer: String,
     side: Side,
+    /// The number by which both hosts' journals know the migration.
+    session: SessionId,
+    part: Mutex<Part>,
+    /// Set while the source's libvirt must not see its connection fail.
+    shelter: Arc<AtomicBool>,
     replies: Mutex<Replies>,
 }
 
+/// What this host does in the migration.
+pub(super) enum Part {
+    /// Its libvirt calls.
+    Source {
+        /// What was promised, from Prepare on.
+        ledger: Option<SourceLedger>,
+        /// The Finish that was sent and not answered.
+        finish: Option<FinishCall>,
+    },
+    /// Its libvirt is called.
+    Destination {
+        /// The source.
+        source: PeerIdentity,
+        /// Whether a Finish that is not canceled was passed and not answered.
+        finishing: bool,
+    },
+}
+
+impl Part {
+    pub fn source() -> Self {
+        Self::Source { ledger: None, finish: None }
+    }
+
+    pub fn destination(source: PeerIdentity) -> Self {
+        Self::Destination { source, finishing: false }
+    }
+}
+
 /// The direction from libvirt to its client.
-struct Replies {
-    watch: ReplyWatch,
-    /// Refusals that wait for the end of the packet that libvirt is sending.
-    pending: Vec<u8>,
+pub(super) struct Replies {
+    pub watch: ReplyWatch,
+    /// Refusals, and at the source answers to the client's pings, that wait for the end of the
+    /// packet that libvirt is sending.
+    pub pending: Vec<u8>,
     /// The local socket: the client's at the source, libvirt's at the destination.
-    socket: UnixStream,
+    pub socket: UnixStream,
 }
 
 impl Session {
-    pub fn new(shared: &Arc<Shared>, peer: String, side: Side, socket: UnixStream) -> Arc<Self> {
+    pub fn new(
+        shared: &Arc<Shared>,
+        peer: String,
+        session: SessionId,
+        part: Part,
+        socket: UnixStream,
+    ) -> Arc<Self> {
+        let side = match part {
+            Part::Source { .. } => Side::Opener,
+            Part::Destination { .. } => Side::Acceptor,
+        };
         let replies = Replies { watch: ReplyWatch::new(), pending: Vec::new(), socket };
         Arc::new(Self {
             number: shared.next_session(),
             shared: Arc::downgrade(shared),
             peer,
             side,
+            session,
+            part: Mutex::new(part),
+            shelter: Arc::default(),
             replies: Mutex::new(replies),
         })
     }
 
-    /// The ends of a stream whose local program is the client.
-    pub fn source_ends(self: Arc<Self>, admit: Admit) -> io::Result<Ends> {
-        let socket = self.socket()?;
-        let calls = SourceCalls { session: Arc::clone(&self), gate: CallGate::new(admit) };
-        let waker = Arc::new(Waker::new()?);
-        let (tap, output) = (Some(Box::new(calls) as _), Box::new(SourceReplies(self)));
-        Ok(Ends { socket, tap, output, waker, compress: false })
-    }
-
-    /// The ends of a stream whose local program is libvirt.
-    pub fn destination_ends(self: Arc<Self>, admit: Admit) -> io::Result<Ends> {
-        let (socket, waker) = (self.socket()?, Arc::new(Waker::new()?));
-        let calls = DestinationCalls {
-            session: Arc::clone(&self),
-            gate: CallGate::new(admit),
-            socket: self.socket()?,
-            waker: Arc::clone(&waker),
+    /// Begins the journal of a guest whose Prepare is about to pass.
+    ///
+    /// # Errors
+    /// Why the migration can't begin.
+    pub fn begin(&self, guest: &Guest) -> Result<(), String> {
+        let Some(shared) = self.shared.upgrade() else { return Err("the daemon ends".into()) };
+        let journals = &shared.config().journals;
+        let begun = match &mut *self.part.lock() {
+            Part::Source { ledger: Some(_), .. } => {
+                return Err("one connection moves one guest: connect again".into());
+            }
+            Part::Source { ledger, .. } => {
+                SourceLedger::begin(journals, self.session, guest, &self.peer)
+                    .map(|begun| *ledger = Some(begun))
+            }
+            Part::Destination { source, .. } => {
+                shared.migrations.arrivals.begin(journals, self.session, guest, source)
+            }
         };
-        let (tap, output) = (Some(Box::new(DestinationReplies(self)) as _), Box::new(calls));
-        Ok(Ends { socket, tap, output, waker, compress: false })
+        begun.map_err(|error| vmferry::chain(&error))
     }
 
-    fn socket(&self) -> io::Result<UnixStream> {
+    pub fn shelter(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.shelter)
+    }
+
+    /// A Finish is about to pass. It may on return.
+    fn finish(&self, shared: &Shared, call: &FinishCall) -> Result<(), String> {
+        if call.cancelled {
+            return Ok(());
+        }
+        let passed = match &mut *self.part.lock() {
+            Part::Source { ledger: Some(ledger), finish } => {
+                if let Some(keeper) = &shared.keeper {
+                    let socket = self.socket().map_err(|error| error.to_string())?;
+                    let held = keeper.hold(self.session, call.serial, &socket);
+                    held.map_err(|error| format!("the keeper does not answer: {error}"))?;
+                }
+                ledger.send().map(|()| {
+                    self.shelter.store(true, Ordering::Release);
+                    *finish = Some(call.clone());
+                    true
+                })
+            }
+            Part::Source { ledger: None, .. } => return Err("a Finish without a Prepare".into()),
+            Part::Destination { finishing, .. } => {
+                shared.migrations.arrivals.pass(self.session).inspect(|passed| *finishing = *passed)
+            }
+        };
+        match passed {
+            Ok(true) => Ok(()),
+            Ok(false) => Err("this host has said that the guest will not run here".into()),
+            Err(error) => Err(vmferry::chain(&error)),
+        }
+    }
+
+    /// Replies have come. They may be passed on on return.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn hear(&self, replies: &[Reply]) -> Result<(), String> {
+        let Some(shared) = self.shared.upgrade() else { return Err("the daemon ends".into()) };
+        for reply in replies {
+            if let Reply::Finish(reply) = reply {
+                let word = match reply.result {
+                    Ok(()) => FinishWord::Runs,
+                    Err(_) => FinishWord::DoesNotRun,
+                };
+                let noted = match &mut *self.part.lock() {
+                    Part::Source { ledger: Some(ledger), finish: Some(_) } => {
+                        ledger.hear(FinishAnswer::Word(word)).map(drop)
+                    }
+                    Part::Destination { finishing: true, .. } => {
+                        shared.migrations.arrivals.reply(self.session, word)
+                    }
+                    _ => Ok(()),
+                };
+                noted.map_err(|error| vmferry::chain(&error))?;
+            }
+            for migration in shared.migrations.replied(self.number, reply) {
+                shared.tell(self.event(migration));
+            }
+        }
+        Ok(())
+    }
+
+    /// The source's libvirt has got these replies.
+    pub fn replied(&self, replies: &[Reply]) {
+        if !replies.iter().any(|reply| matches!(reply, Reply::Finish(_))) {
+            return;
+        }
+        if let Part::Source { finish, .. } = &mut *self.part.lock() {
+            *finish = None;
+            self.shelter.store(false, Ordering::Release);
+        }
+        if let Some(shared) = self.shared.upgrade() {
+            shared.release_from_keeper(self.session);
+        }
+    }
+
+    pub fn socket(&self) -> io::Result<UnixStream> {
         self.replies.lock().socket.try_clone()
     }
 
-    /// Reads calls. Returns the bytes to pass on, and the replies to refused calls.
-    fn read_calls(&self, gate: &mut CallGate, bytes: &[u8]) -> Result<(Vec<u8>, Vec<u8>), String> {
+    /// Reads calls, which may be passed on on return.
+    ///
+    /// # Errors
+    /// Why not.
+    pub fn read_calls(&self, gate: &mut CallGate, bytes: &[u8]) -> Result<ReadCalls, String> {
         let mut passed = Passed::default();
         let read = gate.push(bytes, &mut passed);
         let shared = self.shared.upgrade();
@@ -86,27 +218,20 @@ impl Session {
         for call in &passed.calls {
             let expected = self.replies.lock().watch.expect(call);
             expected.map_err(|error| vmferry::chain(&error))?;
-            if let Some(shared) = &shared {
-                shared.migrations.called(self.number, &self.peer, self.side, call);
+            let Some(shared) = &shared else { return Err("the daemon ends".into()) };
+            if let Call::Finish(call) = call {
+                self.finish(shared, call)?;
             }
+            shared.migrations.called(self.number, &self.peer, self.side, call);
         }
         read.map_err(|error| vmferry::chain(&error))?;
-        Ok((passed.bytes, refusals))
+        Ok(ReadCalls { bytes: passed.bytes, refusals, pongs: passed.pongs })
     }
 
     fn caller(&self) -> String {
         match self.side {
             Side::Opener => "libvirt of this host".into(),
             Side::Acceptor => self.peer.clone(),
-        }
-    }
-
-    fn hear(&self, replies: &[Reply]) {
-        let Some(shared) = self.shared.upgrade() else { return };
-        for reply in replies {
-            for migration in shared.migrations.replied(self.number, reply) {
-                shared.tell(self.event(migration));
-            }
         }
     }
 
@@ -131,94 +256,32 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         let Some(shared) = self.shared.upgrade() else { return };
-        for migration in shared.migrations.ended(self.number) {
+        let ended = shared.migrations.ended(self.number);
+        match self.part.get_mut() {
+            Part::Source { ledger, finish } => {
+                let socket = self.replies.get_mut().socket.try_clone();
+                if let (Some(ledger), Some(call), Ok(socket)) =
+                    (ledger.take(), finish.take(), socket)
+                {
+                    let (session, peer) = (self.session, self.peer.clone());
+                    Unanswered { session, ledger, call, peer, socket }.settle(&shared);
+                    return;
+                }
+            }
+            Part::Destination { .. } => shared.migrations.arrivals.disconnected(self.session),
+        }
+        for migration in ended {
             shared.tell(self.event(migration));
         }
     }
 }
 
-/// Calls that the source's libvirt makes.
-struct SourceCalls {
-    session: Arc<Session>,
-    gate: CallGate,
-}
-
-impl Tap for SourceCalls {
-    fn pass(&mut self, bytes: &[u8], into: &mut Vec<u8>) -> Result<(), String> {
-        let (passed, refusals) = self.session.read_calls(&mut self.gate, bytes)?;
-        into.extend(passed);
-        if refusals.is_empty() {
-            return Ok(());
-        }
-        let mut replies = self.session.replies.lock();
-        replies.pending.extend(refusals);
-        // A client that has gone is noticed by its reader.
-        let _ = replies.write_pending();
-        Ok(())
-    }
-}
-
-/// Replies for the source's libvirt.
-struct SourceReplies(Arc<Session>);
-
-impl Output for SourceReplies {
-    fn write(&mut self, bytes: &[u8]) -> Result<(), OutputError> {
-        let mut heard = Vec::new();
-        let mut replies = self.0.replies.lock();
-        let read = replies.watch.push(bytes, &mut heard);
-        read.map_err(|error| OutputError::Wrong { problem: vmferry::chain(&error) })?;
-        // libvirt acts on a reply as soon as it has it, so it is noted before.
-        self.0.hear(&heard);
-        replies.socket.write_all(bytes)?;
-        Ok(replies.write_pending()?)
-    }
-}
-
-impl Replies {
-    /// Writes the refusals if the client is between two packets.
-    fn write_pending(&mut self) -> io::Result<()> {
-        if self.watch.is_between_packets() {
-            self.socket.write_all(&std::mem::take(&mut self.pending))?;
-        }
-        Ok(())
-    }
-}
-
-/// Calls for the destination's libvirt.
-struct DestinationCalls {
-    session: Arc<Session>,
-    gate: CallGate,
-    socket: UnixStream,
-    waker: Arc<Waker>,
-}
-
-impl Output for DestinationCalls {
-    fn write(&mut self, bytes: &[u8]) -> Result<(), OutputError> {
-        let read = self.session.read_calls(&mut self.gate, bytes);
-        let (passed, refusals) = read.map_err(|problem| OutputError::Wrong { problem })?;
-        if !refusals.is_empty() {
-            self.session.replies.lock().pending.extend(refusals);
-            self.waker.wake();
-        }
-        Ok(self.socket.write_all(&passed)?)
-    }
-}
-
-/// Replies of the destination's libvirt.
-struct DestinationReplies(Arc<Session>);
-
-impl Tap for DestinationReplies {
-    fn pass(&mut self, bytes: &[u8], into: &mut Vec<u8>) -> Result<(), String> {
-        let mut heard = Vec::new();
-        let mut replies = self.0.replies.lock();
-        let read = replies.watch.push(bytes, &mut heard);
-        read.map_err(|error| vmferry::chain(&error))?;
-        into.extend_from_slice(bytes);
-        if replies.watch.is_between_packets() {
-            into.append(&mut replies.pending);
-        }
-        drop(replies);
-        self.0.hear(&heard);
-        Ok(())
-    }
+/// What was read of the calls.
+pub(super) struct ReadCalls {
+    /// Bytes to pass on.
+    pub bytes: Vec<u8>,
+    /// The replies to refused calls.
+    pub refusals: Vec<u8>,
+    /// The answers to the client's pings.
+    pub pongs: Vec<u8>,
 }

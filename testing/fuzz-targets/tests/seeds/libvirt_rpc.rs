@@ -42,6 +42,7 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
         prepare(4, "web", &[], &web, 3),
         finish(5, "web", &web, 0),
         packet([REMOTE, 1, 303, 1, 4, 0], &words(&[0, 0])),
+        packet([KEEPALIVE, 1, 1, 2, 0, 0], &[]),
         packet([REMOTE, 1, 306, 1, 5, 1], &words(&[29, 7, 1, 2, 0x6e6f_0000, 2])),
     ];
     let numbers = [words(&[2]), number("bandwidth", 4, &[0, 9]), number("disks_port", 1, &[7])];
