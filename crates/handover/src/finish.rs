@@ -27,6 +27,7 @@ mod record;
 mod source;
 
 use serde::{Deserialize, Serialize};
+use strum::Display;
 
 pub use self::destination::{DestinationAction, DestinationFinish, DestinationStep, DomainSeen};
 pub use self::record::FinishRecord;
@@ -35,7 +36,7 @@ use crate::OperatorWord;
 
 /// The final word about a Finish. Never changes once it is journaled.
 #[derive(
-    Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, strum::Display,
+    Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize, Display,
 )]
 #[serde(rename_all = "kebab-case")]
 #[strum(serialize_all = "kebab-case")]

@@ -29,6 +29,7 @@
 
 mod action;
 mod effects;
+pub mod finish;
 mod model;
 mod report;
 mod settle;

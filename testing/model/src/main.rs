@@ -1,14 +1,16 @@
-//! `vmferry-model`: checks the handover exhaustively, then with each rule broken.
+//! `vmferry-model`: checks the handover and libvirt's Finish exhaustively, then with broken rules.
 
 use std::process::ExitCode;
 use std::time::Instant;
 
 use clap::Parser;
 use serde_json::json;
+use vmferry_model::finish::{self, BrokenFinish};
 use vmferry_model::{BrokenRule, Finding, Outcome, check};
 
-/// Checks the handover of a guest between two hosts exhaustively: two hosts never run the guest,
-/// the guest never continues from an outdated state, and in the end exactly one host has the guest.
+/// Checks the handover of a guest between two hosts exhaustively, by vmferry itself and by libvirt
+/// through vmferry's daemons: two hosts never run the guest, the guest never continues from an
+/// outdated state, and in the end exactly one host has the guest.
 /// Then breaks one rule after another and prints the shortest path to the damage.
 #[derive(Parser)]
 #[command(
@@ -24,33 +26,67 @@ struct Options {
 fn main() -> ExitCode {
     let options = Options::parse();
     let begun = Instant::now();
-    let unbroken = check(None);
-    let unbroken_s = begun.elapsed().as_secs_f64();
-    let broken: Vec<(BrokenRule, Outcome)> =
-        BrokenRule::ALL.iter().map(|&rule| (rule, check(Some(rule)))).collect();
-    let all_detected = broken.iter().all(|(_, outcome)| !outcome.violations.is_empty());
-    let ok = unbroken.holds() && all_detected;
+    let handover = Checked::new(check(None), begun, || {
+        BrokenRule::ALL.iter().map(|&rule| (rule.name(), check(Some(rule)))).collect()
+    });
+    let begun = Instant::now();
+    let finish = Checked::new(finish::check(None), begun, || {
+        let rules = BrokenFinish::all().into_iter();
+        rules.map(|rule| (rule.name(), finish::check(Some(rule)))).collect()
+    });
+    let ok = handover.is_ok() && finish.is_ok();
     if options.json {
-        let broken: Vec<_> = broken
-            .iter()
-            .map(|(rule, outcome)| json!({ "rule": rule.name(), "outcome": outcome }))
-            .collect();
-        let result =
-            json!({ "ok": ok, "seconds": unbroken_s, "whole": unbroken, "broken": broken });
+        let mut result = handover.json();
+        result["finish"] = finish.json();
+        result["ok"] = ok.into();
         println!("{result}");
     } else {
-        print_whole(&unbroken, unbroken_s);
-        for (rule, outcome) in &broken {
-            print_broken(*rule, outcome);
+        print_whole("the handover", &handover);
+        print_whole("libvirt's Finish", &finish);
+        for (name, outcome) in handover.broken.iter().chain(&finish.broken) {
+            print_broken(name, outcome);
         }
     }
     if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-fn print_whole(outcome: &Outcome, seconds: f64) {
+/// A model that was checked without and with each broken rule.
+struct Checked {
+    whole: Outcome,
+    seconds: f64,
+    broken: Vec<(&'static str, Outcome)>,
+}
+
+impl Checked {
+    fn new(
+        whole: Outcome,
+        begun: Instant,
+        broken: impl FnOnce() -> Vec<(&'static str, Outcome)>,
+    ) -> Self {
+        let seconds = begun.elapsed().as_secs_f64();
+        Self { whole, seconds, broken: broken() }
+    }
+
+    fn is_ok(&self) -> bool {
+        self.whole.holds() && self.broken.iter().all(|(_, outcome)| !outcome.violations.is_empty())
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let broken: Vec<_> = self
+            .broken
+            .iter()
+            .map(|(name, outcome)| json!({ "rule": name, "outcome": outcome }))
+            .collect();
+        let Self { whole, seconds, .. } = self;
+        json!({ "ok": self.is_ok(), "seconds": seconds, "whole": whole, "broken": broken })
+    }
+}
+
+fn print_whole(name: &str, checked: &Checked) {
+    let Checked { whole: outcome, seconds, .. } = checked;
     println!(
-        "the handover: {} states and {} transitions, at most {} steps from the start, all \
-        explored in {seconds:.2} s",
+        "{name}: {} states and {} transitions, at most {} steps from the start, all explored in \
+        {seconds:.2} s",
         outcome.states, outcome.transitions, outcome.depth
     );
     if outcome.holds() {
@@ -64,8 +100,8 @@ fn print_whole(outcome: &Outcome, seconds: f64) {
     }
 }
 
-fn print_broken(rule: BrokenRule, outcome: &Outcome) {
-    println!("\nbroken on purpose: {} ({} states)", rule.name(), outcome.states);
+fn print_broken(name: &str, outcome: &Outcome) {
+    println!("\nbroken on purpose: {name} ({} states)", outcome.states);
     if outcome.violations.is_empty() {
         println!("NOT DETECTED");
     }
