@@ -20,7 +20,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::MemoryKind;
 
-pub use daemon::DaemonOptions;
+pub use daemon::{DaemonOptions, KeeperOptions};
 pub use doctor::DoctorOptions;
 pub use documents::{CompletionsOptions, ManOptions, public_command};
 pub use hook::{HookOptions, HookRunnerOptions};
@@ -105,6 +105,9 @@ pub enum Command {
     /// standard input.
     #[command(hide = true)]
     Guard,
+    /// Hold connections of libvirt for a `daemon` that dies.
+    #[command(hide = true)]
+    KeepConnections(KeeperOptions),
     /// Start the QEMU of a `receive --exec`, which sends requests through standard input.
     #[command(hide = true)]
     StartQemu(StarterOptions),

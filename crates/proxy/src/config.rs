@@ -7,6 +7,7 @@ use vmferry::config::compression::CompressionConfig;
 use vmferry::config::policy::Admission;
 use vmferry_transport::{Address, TlsIdentity};
 
+use crate::libvirt::Domains;
 use crate::stream::Timings;
 
 /// The configuration of a proxy.
@@ -28,6 +29,13 @@ pub struct ProxyConfig {
     pub libvirt: PathBuf,
     /// The user and the group that QEMU runs as.
     pub qemu: Owner,
+    /// The directory of the journals, which must survive a reboot.
+    pub journals: PathBuf,
+    /// Asks this host's libvirt about its domains.
+    pub domains: Option<Arc<dyn Domains>>,
+    /// The socket of the keeper, which holds connections if this daemon dies. Without one, a guest
+    /// may run on two hosts if the daemon dies while libvirt finishes its migration.
+    pub keeper: Option<PathBuf>,
     /// Time limits.
     pub timings: Timings,
     /// How memory and disks are compressed.

@@ -98,6 +98,16 @@ pub enum ProxyEvent {
         /// Which side this host is.
         side: Side,
     },
+    /// The destination's libvirt may run the guest, and its answer is lost. libvirt of this host
+    /// waits, with its guest paused, until the other host's daemon has the word.
+    InDoubt {
+        /// The session.
+        session: String,
+        /// The guest's name.
+        guest: String,
+        /// The other host.
+        peer: String,
+    },
     /// The destination's libvirt has answered Finish.
     Finished {
         /// The guest's name.
@@ -136,6 +146,11 @@ impl fmt::Display for ProxyEvent {
             Self::Prepared { guest, uuid, peer, side: Side::Acceptor } => {
                 write!(f, "guest {guest} ({uuid}) is arriving from {peer}")
             }
+            Self::InDoubt { session, guest, peer } => write!(
+                f,
+                "guest {guest} may run at {peer}, whose answer is lost: it stays paused here until \
+                 {peer} answers (session {session})"
+            ),
             Self::Finished { guest, peer, side: Side::Opener, error: None } => {
                 write!(f, "guest {guest} runs at {peer}")
             }

@@ -126,6 +126,19 @@ fn greet(shared: &Arc<Shared>, pending: Pending) -> Option<(Arc<Entry>, Link)> {
             return None;
         }
     };
+    if let Target::Word { session } = opening.target {
+        match libvirt::word(shared, &peer, session) {
+            Ok(answer) => {
+                let _ = Answer::Word(answer).write(&mut writer);
+            }
+            Err(reason) => {
+                refused(peer.to_string(), &format!("ask for {}", opening.target), reason)
+            }
+        }
+        // The peer asks again if it does not get the answer.
+        let _ = writer.finish();
+        return None;
+    }
     let entry = match find_or_begin(shared, &peer, &hello, &opening) {
         Ok(entry) => entry,
         Err(reason) => {
@@ -197,9 +210,10 @@ fn peer_name(shared: &Shared, peer: &PeerIdentity) -> String {
 fn connect(shared: &Arc<Shared>, peer: &PeerIdentity, target: &Target) -> Result<Ends, String> {
     let config = shared.config();
     match target {
-        Target::Libvirt { directory } => {
-            libvirt::arrive(shared, peer, peer_name(shared, peer), directory)
+        Target::Libvirt { directory, session } => {
+            libvirt::arrive(shared, peer, peer_name(shared, peer), directory, *session)
         }
+        Target::Word { .. } => Err("it is a question and no stream".into()),
         Target::Socket { directory, file } => {
             if !shared.migrations.may_open(peer, directory, file) {
                 return Err(format!("no guest that was announced by this host uses {target}"));

@@ -8,10 +8,11 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use vmferry_handover::SessionId;
 use vmferry_transport::Dialer;
 use vmferry_wire::{Hello, Role, Token};
 
-use crate::config::{Forward, Peer};
+use crate::config::{Forward, Peer, ProxyConfig};
 use crate::directory::{self, Access, LocalListener};
 use crate::error::ProxyError;
 use crate::event::{ProxyEvent, Side};
@@ -90,10 +91,15 @@ fn listen_for_libvirt(
     let listener = LocalListener::bind(&path, Access::Root)?;
     let (shared, peer) = (Arc::clone(shared), peer.name.clone());
     LocalSocket::start(listener, move |socket| {
-        let target = Target::Libvirt { directory: peer.clone() };
-        match libvirt::depart(&shared, &peer, socket) {
+        let mut session = SessionId([0; 16]);
+        let random = getrandom::fill(&mut session.0).map_err(|error| error.to_string());
+        let target = Target::Libvirt { directory: peer.clone(), session };
+        let ends = random.and_then(|()| {
+            libvirt::depart(&shared, &peer, session, socket).map_err(|error| error.to_string())
+        });
+        match ends {
             Ok(ends) => open(&shared, &peer, target, ends),
-            Err(error) => refuse(&shared, &target, error.to_string()),
+            Err(reason) => refuse(&shared, &target, reason),
         }
     })
 }
@@ -245,6 +251,15 @@ fn keep_linked(shared: &Shared, entry: &Entry, target: &Target) {
     }
 }
 
+/// Connects to a peer; `None` if the configuration does not name it.
+pub(crate) fn dialer(config: &ProxyConfig, peer: &str) -> Option<Dialer> {
+    let peer = config.peers.iter().find(|known| known.name == peer)?;
+    let mut dialer = Dialer::new(peer.address.clone(), config.tls.clone());
+    dialer.destination_id.clone_from(&peer.id);
+    dialer.connect_timeout = config.timings.connect;
+    Some(dialer)
+}
+
 fn dial(
     shared: &Shared,
     entry: &Entry,
@@ -253,14 +268,10 @@ fn dial(
     is_known: bool,
 ) -> Result<Link, Unlinked> {
     let config = shared.config();
-    let peer = config.peers.iter().find(|peer| peer.name == entry.name.peer);
-    let Some(peer) = peer else {
+    let Some(dialer) = dialer(&config, &entry.name.peer) else {
         return Err(Unlinked::Refused("the configuration does not name this host".into()));
     };
     let failed = |error: &dyn std::error::Error| Unlinked::Failed(vmferry::chain(error));
-    let mut dialer = Dialer::new(peer.address.clone(), config.tls.clone());
-    dialer.destination_id.clone_from(&peer.id);
-    dialer.connect_timeout = config.timings.connect;
     let channel = dialer.connect().map_err(|error| failed(&error))?;
     let closer = channel.closer();
     let (number, received) = entry.stream.next_link(closer.clone());
@@ -282,5 +293,6 @@ fn dial(
     match Answer::read(&mut reader).map_err(|error| failed(&error))? {
         Answer::Opened { received } => Ok(Link { number, reader, writer, closer, received }),
         Answer::Refused { reason } => Err(Unlinked::Refused(reason)),
+        Answer::Word(_) => Err(Unlinked::Failed("it answers another question".into())),
     }
 }

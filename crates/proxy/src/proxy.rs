@@ -10,6 +10,7 @@ use parking_lot::{Mutex, RwLock};
 use vmferry::config::WorkerCount;
 use vmferry::config::compression::CompressionConfig;
 use vmferry::data::source::chooser::Chooser;
+use vmferry_handover::{OperatorWord, SessionId};
 use vmferry_transport::{Address, Listener, ListenerCloser, PeerIdentity, RateLimiter};
 use vmferry_wire::Token;
 
@@ -18,7 +19,8 @@ use crate::directory;
 use crate::error::ProxyError;
 use crate::event::{Observer, ProxyEvent, Side, StreamName};
 use crate::incoming;
-use crate::libvirt::{MigrationStatus, Migrations};
+use crate::keeper::Keeper;
+use crate::libvirt::{self, DoubtStatus, MigrationStatus, Migrations};
 use crate::outgoing::Outgoing;
 use crate::packing::{Pacer, Packer};
 use crate::stream::{LocalReader, LocalWriter, Output, Stream, StreamFailure, Tap, Waker};
@@ -44,6 +46,8 @@ pub(crate) struct Shared {
     sessions: AtomicU64,
     limiters: Mutex<HashMap<String, RateLimiter>>,
     pub ending: AtomicBool,
+    /// Holds connections if this daemon dies.
+    pub keeper: Option<Keeper>,
     /// Guests on their way.
     pub migrations: Migrations,
 }
@@ -73,13 +77,16 @@ pub(crate) struct Ends {
     pub waker: Arc<Waker>,
     /// Whether the bytes are compressed when that pays.
     pub compress: bool,
+    /// While it is set, the local program does not see its socket closed when the stream fails.
+    pub shelter: Arc<AtomicBool>,
 }
 
 impl Ends {
     /// A socket whose bytes are carried as they are.
     pub fn plain(socket: UnixStream) -> std::io::Result<Self> {
         let output = Box::new(socket.try_clone()?);
-        Ok(Self { socket, tap: None, output, waker: Arc::new(Waker::new()?), compress: true })
+        let (waker, shelter) = (Arc::new(Waker::new()?), Arc::default());
+        Ok(Self { socket, tap: None, output, waker, compress: true, shelter })
     }
 }
 
@@ -112,7 +119,15 @@ impl Proxy {
         let listener =
             Listener::bind(&config.listen, config.tls.clone()).map_err(ProxyError::Listen)?;
         let (address, closer) = (listener.local_address().clone(), listener.closer());
+        let keeper = match &config.keeper {
+            Some(path) => Some(Keeper::connect(path).map_err(|source| ProxyError::System {
+                action: "connect to the keeper",
+                source,
+            })?),
+            None => None,
+        };
         let shared = Arc::new(Shared {
+            keeper,
             config: RwLock::new(Arc::new(config)),
             observer,
             streams: Mutex::default(),
@@ -124,6 +139,7 @@ impl Proxy {
         });
         let mut outgoing = Outgoing::default();
         outgoing.follow(&shared)?;
+        libvirt::take_over(&shared);
         let accepting = std::thread::Builder::new().name("accept".into());
         let accepting = accepting
             .spawn({
@@ -161,6 +177,19 @@ impl Proxy {
         all
     }
 
+    /// The guests of this host that may run at another one, because the answer is lost.
+    #[must_use]
+    pub fn doubts(&self) -> Vec<DoubtStatus> {
+        self.shared.migrations.doubts()
+    }
+
+    /// An operator, who has looked at the other host or fenced it, decides about a guest that is in
+    /// doubt. Returns whether it is.
+    #[must_use]
+    pub fn decide(&self, session: SessionId, word: OperatorWord) -> bool {
+        self.shared.migrations.decide(session, word)
+    }
+
     /// The guests that libvirt moves or has moved, the oldest first.
     #[must_use]
     pub fn migrations(&self) -> Vec<MigrationStatus> {
@@ -191,6 +220,14 @@ impl Shared {
     /// A number for an RPC connection.
     pub fn next_session(&self) -> u64 {
         self.sessions.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// The keeper need not hold the session's connection any more.
+    pub fn release_from_keeper(&self, session: SessionId) {
+        if let Some(keeper) = &self.keeper {
+            // A keeper that has gone holds nothing.
+            let _ = keeper.drop_session(session);
+        }
     }
 
     pub fn tell(&self, event: ProxyEvent) {
@@ -224,8 +261,8 @@ impl Shared {
         ends: Ends,
     ) -> Result<Arc<Entry>, String> {
         let local = |error: std::io::Error| format!("the system can't start a stream: {error}");
-        let Ends { socket, tap, output, waker, compress } = ends;
-        let stream = Arc::new(Stream::new(&socket).map_err(local)?);
+        let Ends { socket, tap, output, waker, compress, shelter } = ends;
+        let stream = Arc::new(Stream::new(&socket, Arc::clone(&waker), shelter).map_err(local)?);
         let (peer, target, side) = name;
         let limiter = self.limiter(&peer);
         let number = self.numbers.fetch_add(1, Ordering::Relaxed) + 1;

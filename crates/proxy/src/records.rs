@@ -5,7 +5,7 @@
 //!  opener                                   acceptor
 //!    Hello (role: stream; the stream's token; attempt)  ->
 //!    Opening: where to, known or new, frames received   ->
-//!         <- Answer: opened, frames received, or refused and why
+//!         <- Answer: opened, frames received; or refused and why; or a word
 //!    records                                            <->  records
 //! ```
 //! A record is its kind in one byte, and what belongs to it; a frame is its own record. All numbers
@@ -13,6 +13,7 @@
 
 use std::io::{self, Read, Write};
 
+use vmferry_handover::{FinishAnswer, SessionId};
 use vmferry_wire::{HELLO_BYTES, Hello, WireError};
 
 /// The longest name or path in an opening.
@@ -64,11 +65,13 @@ pub enum RecordError {
 /// Where a stream comes out at the acceptor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// libvirt's RPC socket. `directory` is the opener's name for the acceptor: the migration's
-    /// sockets are in the directory of that name on both hosts.
+    /// libvirt's RPC socket.
     Libvirt {
-        /// One path component.
+        /// The opener's name for the acceptor, one path component: the migration's sockets are in
+        /// the directory of that name on both hosts.
         directory: String,
+        /// The session of a guest's migration on this connection.
+        session: SessionId,
     },
     /// A socket of a migration, in a directory that an earlier RPC stream named.
     Socket {
@@ -82,6 +85,11 @@ pub enum Target {
         /// The rule's name.
         name: String,
     },
+    /// No stream: the opener asks for the word about a session's Finish.
+    Word {
+        /// The session.
+        session: SessionId,
+    },
 }
 
 impl Target {
@@ -90,6 +98,7 @@ impl Target {
             Self::Libvirt { .. } => 1,
             Self::Socket { .. } => 2,
             Self::Forward { .. } => 3,
+            Self::Word { .. } => 4,
         }
     }
 }
@@ -100,6 +109,7 @@ impl std::fmt::Display for Target {
             Self::Libvirt { .. } => f.write_str("libvirt"),
             Self::Socket { directory, file } => write!(f, "{directory}/{file}"),
             Self::Forward { name } => write!(f, "forward {name}"),
+            Self::Word { session } => write!(f, "the word about session {session}"),
         }
     }
 }
@@ -122,14 +132,15 @@ impl Opening {
     /// The link's.
     pub fn write(&self, link: &mut impl Write) -> io::Result<()> {
         let (first, second) = match &self.target {
-            Target::Libvirt { directory } => (directory.as_str(), ""),
-            Target::Socket { directory, file } => (directory.as_str(), file.as_str()),
-            Target::Forward { name } => (name.as_str(), ""),
+            Target::Libvirt { directory, session } => (directory.clone(), session.to_string()),
+            Target::Socket { directory, file } => (directory.clone(), file.clone()),
+            Target::Forward { name } => (name.clone(), String::new()),
+            Target::Word { session } => (session.to_string(), String::new()),
         };
         let mut bytes = vec![self.target.number(), self.is_known.into()];
         bytes.extend_from_slice(&self.received.to_le_bytes());
-        push_text(&mut bytes, first, MAX_NAME_BYTES);
-        push_text(&mut bytes, second, MAX_NAME_BYTES);
+        push_text(&mut bytes, &first, MAX_NAME_BYTES);
+        push_text(&mut bytes, &second, MAX_NAME_BYTES);
         link.write_all(&bytes)
     }
 
@@ -148,9 +159,10 @@ impl Opening {
         let first = read_text(link, MAX_NAME_BYTES, "name")?;
         let second = read_text(link, MAX_NAME_BYTES, "name")?;
         let target = match number {
-            1 => Target::Libvirt { directory: first },
+            1 => Target::Libvirt { directory: first, session: session_of(&second)? },
             2 => Target::Socket { directory: first, file: second },
             3 => Target::Forward { name: first },
+            4 => Target::Word { session: session_of(&first)? },
             value => return Err(RecordError::Unknown { what: "target of a stream", value }),
         };
         Ok(Self { target, is_known, received })
@@ -170,6 +182,8 @@ pub enum Answer {
         /// Why, for people.
         reason: String,
     },
+    /// What is known about a session's Finish.
+    Word(FinishAnswer),
 }
 
 impl Answer {
@@ -188,6 +202,7 @@ impl Answer {
                 bytes.push(2);
                 push_text(&mut bytes, reason, MAX_REASON_BYTES);
             }
+            Self::Word(answer) => bytes.extend([3, answer.number()]),
         }
         link.write_all(&bytes)
     }
@@ -200,6 +215,11 @@ impl Answer {
         match read_byte(link)? {
             1 => Ok(Self::Opened { received: read_u64(link)? }),
             2 => Ok(Self::Refused { reason: read_text(link, MAX_REASON_BYTES, "reason")? }),
+            3 => {
+                let value = read_byte(link)?;
+                let unknown = RecordError::Unknown { what: "word about a Finish", value };
+                FinishAnswer::from_number(value).map(Self::Word).ok_or(unknown)
+            }
             value => Err(RecordError::Unknown { what: "answer", value }),
         }
     }
@@ -304,6 +324,11 @@ fn push_text(bytes: &mut Vec<u8>, text: &str, most: usize) {
     let text = &text[..text.floor_char_boundary(most)];
     bytes.extend_from_slice(&(text.len() as u16).to_le_bytes());
     bytes.extend_from_slice(text.as_bytes());
+}
+
+fn session_of(text: &str) -> Result<SessionId, RecordError> {
+    let (what, bytes) = ("session number", text.len());
+    text.parse().map_err(|_| RecordError::BadText { what, bytes })
 }
 
 fn read_text(link: &mut impl Read, most: usize, what: &'static str) -> Result<String, RecordError> {

@@ -14,6 +14,8 @@ enum State {
     Whole,
     /// Holds them, and connections stay.
     Frozen,
+    /// Holds those that go back, to where the cable is entered.
+    BackFrozen,
     /// Closes all connections and refuses new ones.
     Cut,
 }
@@ -91,6 +93,11 @@ impl Cable {
         self.inner.set(State::Frozen);
     }
 
+    /// Holds all bytes that go back to where the cable is entered.
+    pub fn freeze_back(&self) {
+        self.inner.set(State::BackFrozen);
+    }
+
     /// Carries bytes and accepts connections again.
     pub fn mend(&self) {
         self.inner.set(State::Whole);
@@ -139,11 +146,11 @@ impl Inner {
         self.open.lock().extend([copy(&near), copy(&far)]);
         let (a, b) = ((copy(&near), copy(&far)), (far, near));
         let of_thread = Arc::clone(&self);
-        std::thread::spawn(move || of_thread.carry(a.0, a.1));
-        self.carry(b.0, b.1);
+        std::thread::spawn(move || of_thread.carry(a.0, a.1, false));
+        self.carry(b.0, b.1, true);
     }
 
-    fn carry(&self, mut from: TcpStream, mut to: TcpStream) {
+    fn carry(&self, mut from: TcpStream, mut to: TcpStream, back: bool) {
         let mut bytes = vec![0; 32 << 10];
         loop {
             let read = match from.read(&mut bytes) {
@@ -151,7 +158,7 @@ impl Inner {
                 Ok(read) => read,
             };
             let mut state = self.state.lock();
-            while *state == State::Frozen {
+            while *state == State::Frozen || back && *state == State::BackFrozen {
                 self.changed.wait(&mut state);
             }
             drop(state);

@@ -32,3 +32,11 @@ pub struct DaemonOptions {
     #[arg(long)]
     pub check: bool,
 }
+
+/// `vmferry keep-connections`.
+#[derive(Debug, Args)]
+pub struct KeeperOptions {
+    /// The socket that daemons connect to.
+    #[arg(long, value_name = "PATH")]
+    pub socket: PathBuf,
+}

@@ -140,10 +140,20 @@ impl Daemon {
 
     /// Waits for an event.
     pub fn wait_for(&self, what: &str, is_it: impl Fn(&Value) -> bool) -> Value {
+        self.wait_for_more(0, what, is_it)
+    }
+
+    /// Waits for an event after this number of events like it.
+    pub fn wait_for_more(
+        &self,
+        before: usize,
+        what: &str,
+        is_it: impl Fn(&Value) -> bool,
+    ) -> Value {
         let deadline = Instant::now() + LIMIT;
         let mut events = self.heard.events.lock();
         loop {
-            if let Some(event) = events.iter().find(|event| is_it(event)) {
+            if let Some(event) = events.iter().filter(|event| is_it(event)).nth(before) {
                 return event.clone();
             }
             let waited = self.heard.more.wait_until(&mut events, deadline);

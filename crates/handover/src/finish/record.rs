@@ -1,14 +1,16 @@
 //! The records of a Finish.
 
 use serde::{Deserialize, Serialize};
+use strum::{IntoStaticStr, VariantNames};
 
 use super::FinishWord;
 use crate::GuestIdentity;
 use crate::journal::Side;
 
 /// A promise of a daemon, one line of its journal for the session.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, IntoStaticStr, VariantNames)]
 #[serde(tag = "record", rename_all = "kebab-case")]
+#[strum(serialize_all = "kebab-case")]
 pub enum FinishRecord {
     /// Both: the Prepare of this session was seen. It is written before the Prepare is passed on.
     Open {

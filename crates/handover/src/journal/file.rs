@@ -2,24 +2,29 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
+use std::marker::PhantomData;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use crate::{GuestIdentity, SessionId};
 
 use super::lock::lock;
-use super::{BadRecord, Journal, JournalError, Record, Side, order, record};
+use super::{BadRecord, Journal, JournalError, JournalRecord, Record, Side, order, record};
+
+/// A journal of a handover in a file.
+pub type FileJournal = RecordFile<Record>;
 
 /// A journal in a file. The file is locked while it is open, so that no other process can write the
 /// session's last record while this one leads the session.
 #[derive(Debug)]
-pub struct FileJournal {
+pub struct RecordFile<R> {
     path: PathBuf,
     file: File,
     poisoned: bool,
+    records: PhantomData<fn(R)>,
 }
 
-impl FileJournal {
+impl<R: JournalRecord> RecordFile<R> {
     /// Creates the journal of a new session, and the directory if it is missing.
     ///
     /// # Errors
@@ -37,7 +42,7 @@ impl FileJournal {
         side: Side,
         begin: impl FnOnce(&mut Self, &Path) -> Result<(), JournalError>,
     ) -> Result<Self, JournalError> {
-        let path = path_of(directory, session, side);
+        let path = path_for::<R>(directory, session, side);
         let file = match OpenOptions::new().append(true).create_new(true).open(&path) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
@@ -45,7 +50,7 @@ impl FileJournal {
             }
             Err(source) => return Err(JournalError::Io { action: "make", path, source }),
         };
-        let mut journal = Self { path, file, poisoned: false };
+        let mut journal = Self { path, file, poisoned: false, records: PhantomData };
         if let Err(error) = begin(&mut journal, directory) {
             // Only our own file is removed, not one that replaced it. If removal fails, an empty
             // journal remains, which promises nothing.
@@ -63,6 +68,69 @@ impl FileJournal {
         sync_directory(directory)
     }
 
+    /// Opens a session's journal for more records, and truncates a torn last line.
+    ///
+    /// # Errors
+    /// [`JournalError::InUse`] while another process leads the session, [`JournalError::Damaged`],
+    /// and I/O errors.
+    pub fn reopen(
+        directory: &Path,
+        session: SessionId,
+        side: Side,
+    ) -> Result<(Self, Vec<R>), JournalError> {
+        let path = path_for::<R>(directory, session, side);
+        let at = |action| {
+            let path = path.clone();
+            move |source| JournalError::Io { action, path, source }
+        };
+        let file = OpenOptions::new().append(true).open(&path).map_err(at("open"))?;
+        lock(&file, &path)?;
+        let (records, whole_bytes) = read_file(&path, side)?;
+        file.set_len(whole_bytes as u64)
+            .and_then(|()| file.sync_all())
+            .map_err(at("mend the end of"))?;
+        Ok((Self { path, file, poisoned: false, records: PhantomData }, records))
+    }
+
+    /// Appends a record. On return it is on stable storage.
+    ///
+    /// # Errors
+    /// The record may or may not be on disk. The journal accepts no more records.
+    pub fn write(&mut self, record: &R) -> Result<(), JournalError> {
+        if self.poisoned {
+            return Err(JournalError::Poisoned { path: self.path.clone() });
+        }
+        // A promise that later processes cannot find is void.
+        if !self.is_in_place() {
+            self.poisoned = true;
+            return Err(JournalError::Removed { path: self.path.clone() });
+        }
+        let line = record::line(record);
+        // One write, then one sync. After an error it is unknown how much has reached the disk.
+        if let Err(source) = self.file.write_all(&line).and_then(|()| self.file.sync_data()) {
+            self.poisoned = true;
+            return Err(JournalError::Io { action: "write", path: self.path.clone(), source });
+        }
+        Ok(())
+    }
+
+    /// Whether the path still names the open file.
+    fn is_in_place(&self) -> bool {
+        let identity = |found: std::fs::Metadata| (found.dev(), found.ino());
+        match (self.file.metadata(), std::fs::symlink_metadata(&self.path)) {
+            (Ok(open), Ok(named)) => identity(open) == identity(named),
+            _ => false,
+        }
+    }
+
+    /// The file's path.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+impl FileJournal {
     /// Creates the journal of a new session with its first record: the guest, and the peer's
     /// address and names. If the record cannot be written, no file remains.
     ///
@@ -104,75 +172,25 @@ impl FileJournal {
             journal.append(&open)
         })
     }
-
-    /// Opens a session's journal for more records, and truncates a torn last line.
-    ///
-    /// # Errors
-    /// [`JournalError::InUse`] while another process leads the session, [`JournalError::Damaged`],
-    /// and I/O errors.
-    pub fn reopen(
-        directory: &Path,
-        session: SessionId,
-        side: Side,
-    ) -> Result<(Self, Vec<Record>), JournalError> {
-        let path = path_of(directory, session, side);
-        let at = |action| {
-            let path = path.clone();
-            move |source| JournalError::Io { action, path, source }
-        };
-        let file = OpenOptions::new().append(true).open(&path).map_err(at("open"))?;
-        lock(&file, &path)?;
-        let (records, whole_bytes) = read(&path, side)?;
-        file.set_len(whole_bytes as u64)
-            .and_then(|()| file.sync_all())
-            .map_err(at("mend the end of"))?;
-        Ok((Self { path, file, poisoned: false }, records))
-    }
-
-    /// Whether the path still names the open file.
-    fn is_in_place(&self) -> bool {
-        let identity = |found: std::fs::Metadata| (found.dev(), found.ino());
-        match (self.file.metadata(), std::fs::symlink_metadata(&self.path)) {
-            (Ok(open), Ok(named)) => identity(open) == identity(named),
-            _ => false,
-        }
-    }
-
-    /// The file's path.
-    #[must_use]
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
 }
 
 impl Journal for FileJournal {
     fn append(&mut self, record: &Record) -> Result<(), JournalError> {
-        if self.poisoned {
-            return Err(JournalError::Poisoned { path: self.path.clone() });
-        }
-        // A promise that later processes cannot find is void.
-        if !self.is_in_place() {
-            self.poisoned = true;
-            return Err(JournalError::Removed { path: self.path.clone() });
-        }
-        let line = record.encode();
-        // One write, then one sync. After an error it is unknown how much has reached the disk.
-        if let Err(source) = self.file.write_all(&line).and_then(|()| self.file.sync_data()) {
-            self.poisoned = true;
-            return Err(JournalError::Io { action: "write", path: self.path.clone(), source });
-        }
-        Ok(())
+        self.write(record)
     }
 }
 
 /// Reads the records of a file, and the length in bytes of the lines that hold them.
-pub(super) fn read(path: &Path, side: Side) -> Result<(Vec<Record>, usize), JournalError> {
+pub(super) fn read_file<R: JournalRecord>(
+    path: &Path,
+    side: Side,
+) -> Result<(Vec<R>, usize), JournalError> {
     let bytes = std::fs::read(path).map_err(|source| JournalError::Io {
         action: "read",
         path: path.to_owned(),
         source,
     })?;
-    record::decode(&bytes, side).map_err(|record::BadLine { line, reason }| {
+    record::decode_records(&bytes, side).map_err(|record::BadLine { line, reason }| {
         let path = path.to_owned();
         match reason {
             BadRecord::Damaged(reason) => JournalError::Damaged { path, line, reason },
@@ -181,15 +199,30 @@ pub(super) fn read(path: &Path, side: Side) -> Result<(Vec<Record>, usize), Jour
     })
 }
 
-/// The path `SESSION.SIDE.journal`.
+/// The path of a handover's journal.
 pub(super) fn path_of(directory: &Path, session: SessionId, side: Side) -> PathBuf {
-    directory.join(format!("{session}.{}.journal", side.name()))
+    path_for::<Record>(directory, session, side)
 }
 
-/// Parses a file name. `None` if the file is not a journal.
+/// The path `SESSION.SIDE.journal`, with the records' prefix before the side.
+pub(super) fn path_for<R: JournalRecord>(
+    directory: &Path,
+    session: SessionId,
+    side: Side,
+) -> PathBuf {
+    directory.join(format!("{session}.{}{}.journal", R::FILE_PREFIX, side.name()))
+}
+
+/// Parses a file name. `None` if the file is not a handover's journal.
 pub(super) fn parse_name(name: &str) -> Option<(SessionId, Side)> {
+    parse_name_for::<Record>(name)
+}
+
+/// Parses the file name of a journal of such records.
+pub(super) fn parse_name_for<R: JournalRecord>(name: &str) -> Option<(SessionId, Side)> {
     let stem = name.strip_suffix(".journal")?;
     let (session, side) = stem.split_once('.')?;
+    let side = side.strip_prefix(R::FILE_PREFIX)?;
     Some((session.parse().ok()?, side.parse().ok()?))
 }
 
@@ -230,6 +263,7 @@ mod tests {
             path: "/dev/full".into(),
             file: OpenOptions::new().append(true).open("/dev/full").unwrap(),
             poisoned: false,
+            records: PhantomData,
         };
         assert!(matches!(
             journal.append(&Record::Commit),
@@ -270,7 +304,7 @@ mod tests {
         let journal = begin(directory.path()).unwrap();
         assert!(matches!(begin(directory.path()), Err(JournalError::Exists { .. })));
         assert!(journal.is_in_place());
-        assert_eq!(read(journal.path(), Side::Source).unwrap().0.len(), 1);
+        assert_eq!(read_file::<Record>(journal.path(), Side::Source).unwrap().0.len(), 1);
     }
 
     /// Names the directory for the child process, which may not write to files.

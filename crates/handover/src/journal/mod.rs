@@ -7,6 +7,7 @@
 //! The files are readable text.
 
 mod file;
+mod list;
 mod lock;
 mod order;
 mod record;
@@ -16,12 +17,13 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-pub use self::file::FileJournal;
+pub use self::file::{FileJournal, RecordFile};
 use self::file::{parse_name, path_of};
+pub use self::list::{SessionRecords, record_files};
 pub use self::order::{
     LaterSession, Order, later_session, later_session_after_arrival, unfinished,
 };
-pub use self::record::{BadLine, BadRecord, Record, Side, decode, decode_line};
+pub use self::record::{BadLine, BadRecord, JournalRecord, Record, Side, decode, decode_line};
 use crate::{
     DestinationEffect, DestinationRecords, DestinationState, GuestIdentity, SessionId, SessionWord,
     SourceEffect, SourceRecords, SourceState,
@@ -276,7 +278,7 @@ pub fn order_of(directory: &Path, session: SessionId) -> Result<Order, JournalEr
 /// # Errors
 /// [`JournalError::Damaged`] or I/O errors.
 pub fn read(directory: &Path, session: SessionId, side: Side) -> Result<Vec<Record>, JournalError> {
-    match file::read(&path_of(directory, session, side), side) {
+    match file::read_file(&path_of(directory, session, side), side) {
         Ok((records, _)) => Ok(records),
         Err(JournalError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
             Ok(Vec::new())

@@ -5,7 +5,8 @@
 //! promise, so no word is given from its journal. Unknown records with `"optional":true` promise
 //! nothing and are skipped.
 
-use crate::GuestIdentity;
+use crate::{FinishRecord, GuestIdentity};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use strum::{EnumString, IntoStaticStr, VariantNames};
 
@@ -125,9 +126,54 @@ impl Record {
     /// The record's line on disk.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        let json = serde_json::to_string(self).expect("a record has only strings and numbers");
-        format!("{:08x} {json}\n", checksum(json.as_bytes())).into_bytes()
+        line(self)
     }
+}
+
+/// A kind of records that journals are made of. Their JSON has its name in the member `record`.
+pub trait JournalRecord: Serialize + DeserializeOwned {
+    /// What precedes the side in the names of the files.
+    const FILE_PREFIX: &'static str;
+    /// The names of all records of this kind.
+    const NAMES: &'static [&'static str];
+
+    /// The record's name on disk.
+    fn name_on_disk(&self) -> &'static str;
+
+    /// Whether this side writes this record.
+    fn is_written_by(&self, side: Side) -> bool;
+}
+
+impl JournalRecord for Record {
+    const FILE_PREFIX: &'static str = "";
+    const NAMES: &'static [&'static str] = Self::VARIANTS;
+
+    fn name_on_disk(&self) -> &'static str {
+        self.name()
+    }
+
+    fn is_written_by(&self, side: Side) -> bool {
+        self.is_of(side)
+    }
+}
+
+impl JournalRecord for FinishRecord {
+    const FILE_PREFIX: &'static str = "finish-";
+    const NAMES: &'static [&'static str] = Self::VARIANTS;
+
+    fn name_on_disk(&self) -> &'static str {
+        self.into()
+    }
+
+    fn is_written_by(&self, side: Side) -> bool {
+        self.is_of(side)
+    }
+}
+
+/// A record's line on disk.
+pub(super) fn line(record: &impl JournalRecord) -> Vec<u8> {
+    let json = serde_json::to_string(record).expect("a record has only strings and numbers");
+    format!("{:08x} {json}\n", checksum(json.as_bytes())).into_bytes()
 }
 
 /// Decodes the records of one side's journal. Also returns the length in bytes of the lines that
@@ -140,16 +186,24 @@ impl Record {
 /// # Errors
 /// The first line that is damaged, written by a newer release, or written by the other side.
 pub fn decode(bytes: &[u8], side: Side) -> Result<(Vec<Record>, usize), BadLine> {
+    decode_records(bytes, side)
+}
+
+/// [`decode`] for any kind of records.
+pub(super) fn decode_records<R: JournalRecord>(
+    bytes: &[u8],
+    side: Side,
+) -> Result<(Vec<R>, usize), BadLine> {
     let mut records = Vec::new();
     let mut whole = 0;
     for (index, line) in bytes.split_inclusive(|&byte| byte == b'\n').enumerate() {
         let Some(text) = line.strip_suffix(b"\n") else { break };
         let bad = |reason| BadLine { line: index + 1, reason };
-        let record = decode_line(text).map_err(bad)?;
+        let record: Option<R> = decode_record(text).map_err(bad)?;
         if let Some(record) = &record
-            && !record.is_of(side)
+            && !record.is_written_by(side)
         {
-            let text = format!("a {} never writes `{}`", side.name(), record.name());
+            let text = format!("a {} never writes `{}`", side.name(), record.name_on_disk());
             return Err(bad(BadRecord::Damaged(text)));
         }
         records.extend(record);
@@ -163,6 +217,10 @@ pub fn decode(bytes: &[u8], side: Side) -> Result<(Vec<Record>, usize), BadLine>
 /// # Errors
 /// The problem with the line.
 pub fn decode_line(line: &[u8]) -> Result<Option<Record>, BadRecord> {
+    decode_record(line)
+}
+
+fn decode_record<R: JournalRecord>(line: &[u8]) -> Result<Option<R>, BadRecord> {
     let damaged = |text: &str| BadRecord::Damaged(text.to_owned());
     let line = std::str::from_utf8(line).map_err(|_| damaged("not text"))?;
     let (sum, json) = line.split_once(' ').ok_or_else(|| damaged("no checksum"))?;
@@ -172,7 +230,7 @@ pub fn decode_line(line: &[u8]) -> Result<Option<Record>, BadRecord> {
     }
     let bad = |error: serde_json::Error| BadRecord::Damaged(error.to_string());
     let kind: Kind = serde_json::from_str(json).map_err(bad)?;
-    match (Record::VARIANTS.contains(&kind.record.as_str()), kind.optional) {
+    match (R::NAMES.contains(&kind.record.as_str()), kind.optional) {
         (true, _) => serde_json::from_str(json).map(Some).map_err(bad),
         (false, true) => Ok(None),
         (false, false) => Err(BadRecord::Unknown(kind.record)),

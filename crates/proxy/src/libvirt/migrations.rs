@@ -1,12 +1,16 @@
 //! The guests that libvirt moves through this daemon.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use parking_lot::Mutex;
 use uuid::Uuid;
+use vmferry_handover::{OperatorWord, SessionId};
 use vmferry_libvirt_rpc::{Call, Guest, Reply};
 use vmferry_transport::PeerIdentity;
 
+use super::ledger::DestinationLedgers;
+use super::settle::Decision;
 use crate::event::Side;
 
 /// Migrations that have ended and are still listed.
@@ -52,6 +56,30 @@ pub struct MigrationStatus {
 pub(crate) struct Migrations {
     all: Mutex<Vec<Migration>>,
     expected: Mutex<Vec<Expected>>,
+    doubts: Mutex<Vec<Doubt>>,
+    /// What this host has promised as the destination.
+    pub arrivals: DestinationLedgers,
+}
+
+/// A Finish whose answer is lost.
+#[derive(Debug)]
+struct Doubt {
+    session: SessionId,
+    status: DoubtStatus,
+    decision: Arc<Decision>,
+}
+
+/// A guest of this host that may run at another one, because the answer is lost.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DoubtStatus {
+    /// The session.
+    pub session: SessionId,
+    /// The guest's name.
+    pub guest: String,
+    /// Its UUID.
+    pub uuid: Uuid,
+    /// The other host.
+    pub peer: String,
 }
 
 /// A migration.
@@ -75,6 +103,32 @@ impl Migrations {
     /// All migrations, the oldest first.
     pub fn list(&self) -> Vec<MigrationStatus> {
         self.all.lock().iter().map(|migration| migration.status.clone()).collect()
+    }
+
+    /// A Finish is in doubt. An operator may decide it.
+    pub fn in_doubt(&self, session: SessionId, guest: &Guest, peer: &str) -> Arc<Decision> {
+        let Guest { name, uuid } = guest.clone();
+        let status = DoubtStatus { session, guest: name, uuid, peer: peer.to_owned() };
+        let decision = Arc::new(Decision::default());
+        self.doubts.lock().push(Doubt { session, status, decision: Arc::clone(&decision) });
+        decision
+    }
+
+    /// The Finish is in doubt no longer.
+    pub fn settled(&self, session: SessionId) {
+        self.doubts.lock().retain(|doubt| doubt.session != session);
+    }
+
+    /// All that are in doubt.
+    pub fn doubts(&self) -> Vec<DoubtStatus> {
+        self.doubts.lock().iter().map(|doubt| doubt.status.clone()).collect()
+    }
+
+    /// An operator decides. Returns whether the session is in doubt.
+    pub fn decide(&self, session: SessionId, word: OperatorWord) -> bool {
+        let doubts = self.doubts.lock();
+        let doubt = doubts.iter().find(|doubt| doubt.session == session);
+        doubt.map(|doubt| doubt.decision.set(word)).is_some()
     }
 
     /// The guest's QEMU will listen on these sockets. They replace those of an earlier migration of

@@ -6,26 +6,34 @@
 //! calls through that a migration needs, for guests that its policy admits, and connects later only
 //! to sockets that an admitted call has named.
 
+mod ends;
+mod ledger;
 mod migrations;
 mod session;
+mod settle;
 
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use vmferry_libvirt_rpc::{MigrateFlags, PrepareCall, SocketUri};
+use vmferry_handover::{FinishAnswer, SessionId};
+use vmferry_libvirt_rpc::{FinishCall, Guest, MigrateFlags, PrepareCall, SocketUri};
 use vmferry_transport::PeerIdentity;
 use vmferry_wire::GuestIdentity;
 
 use crate::config::is_plain_name;
 use crate::directory::{self, Access, LocalListener};
-use crate::event::Side;
+use crate::event::ProxyEvent;
+use crate::keeper::HeldConnection;
 use crate::outgoing::{self, LIBVIRT_SOCKET, LocalSocket};
 use crate::proxy::{Ends, Shared};
 use crate::records::Target;
+pub use ledger::Domains;
+use ledger::Recovered;
 pub(crate) use migrations::Migrations;
-pub use migrations::{MigrationStatus, Phase};
-use session::Session;
+pub use migrations::{DoubtStatus, MigrationStatus, Phase};
+use session::{Part, Session};
+use settle::Unanswered;
 
 /// A connection of this host's libvirt to a peer's.
 ///
@@ -34,10 +42,12 @@ use session::Session;
 pub(crate) fn depart(
     shared: &Arc<Shared>,
     peer: &str,
+    session: SessionId,
     socket: UnixStream,
 ) -> std::io::Result<Ends> {
     let directory = shared.config().directory.join(peer);
-    let session = Session::new(shared, peer.to_owned(), Side::Opener, socket.try_clone()?);
+    let session = Session::new(shared, peer.to_owned(), session, Part::source(), socket);
+    let of_gate = Arc::downgrade(&session);
     let (shared, peer) = (Arc::downgrade(shared), peer.to_owned());
     let mut sockets: Vec<LocalSocket> = Vec::new();
     let admit = move |call: &PrepareCall| {
@@ -50,7 +60,7 @@ pub(crate) fn depart(
             let socket = outgoing::listen(&shared, listener, peer.clone(), target);
             sockets.push(socket.map_err(|error| vmferry::chain(&error))?);
         }
-        Ok(())
+        begin(&of_gate, call)
     };
     session.source_ends(Box::new(admit))
 }
@@ -64,6 +74,7 @@ pub(crate) fn arrive(
     peer: &PeerIdentity,
     name: String,
     directory: &str,
+    session: SessionId,
 ) -> Result<Ends, String> {
     let config = shared.config();
     if !is_plain_name(directory) || config.peers.iter().any(|peer| peer.name == directory) {
@@ -78,7 +89,9 @@ pub(crate) fn arrive(
         format!("libvirt's socket {} can't be reached: {error}", config.libvirt.display())
     })?;
     let local = |error: std::io::Error| error.to_string();
-    let session = Session::new(shared, name, Side::Acceptor, socket.try_clone().map_err(local)?);
+    let part = Part::destination(peer.clone());
+    let session = Session::new(shared, name, session, part, socket);
+    let of_gate = Arc::downgrade(&session);
     let (shared, peer, directory) = (Arc::downgrade(shared), peer.clone(), directory.to_owned());
     let admit = move |call: &PrepareCall| {
         let Some(shared) = shared.upgrade() else { return Err("the daemon ends".into()) };
@@ -90,10 +103,54 @@ pub(crate) fn arrive(
         for file in &files {
             directory::must_be_free(&path.join(file)).map_err(|error| error.to_string())?;
         }
+        begin(&of_gate, call)?;
         shared.migrations.expect_sockets(call.guest.uuid, &peer, &directory, files);
         Ok(())
     };
     session.destination_ends(Box::new(admit)).map_err(local)
+}
+
+fn begin(session: &Weak<Session>, call: &PrepareCall) -> Result<(), String> {
+    let Some(session) = session.upgrade() else { return Err("the connection has ended".into()) };
+    session.begin(&call.guest)
+}
+
+/// What this host knows about a session's Finish, for the source that asks.
+///
+/// # Errors
+/// Why it is not said now.
+pub(crate) fn word(
+    shared: &Shared,
+    peer: &PeerIdentity,
+    session: SessionId,
+) -> Result<FinishAnswer, String> {
+    let config = shared.config();
+    let arrivals = &shared.migrations.arrivals;
+    let answer = arrivals.asked(&config.journals, session, peer, config.domains.as_deref());
+    answer.map_err(|error| vmferry::chain(&error))
+}
+
+/// Takes over the connections that the keeper holds of an earlier daemon.
+pub(crate) fn take_over(shared: &Arc<Shared>) {
+    let Some(keeper) = &shared.keeper else { return };
+    let config = shared.config();
+    for HeldConnection { session, serial, socket } in keeper.take().unwrap_or_default() {
+        match Recovered::open(&config.journals, session) {
+            Ok(Some(Recovered { ledger, guest, peer })) => {
+                let guest = Guest { name: guest.name, uuid: guest.uuid };
+                let flags = MigrateFlags(0);
+                let call = FinishCall { serial, guest, cancelled: false, flags };
+                Unanswered { session, ledger, call, peer, socket }.settle(shared);
+            }
+            // The keeper goes on answering libvirt, which stays paused: nothing is known.
+            Ok(None) => {}
+            Err(error) => {
+                let (peer, wanted) = ("this daemon".into(), format!("take over session {session}"));
+                let reason = vmferry::chain(&error);
+                shared.tell(ProxyEvent::Refused { peer, wanted, reason });
+            }
+        }
+    }
 }
 
 /// The names of the sockets that a migration uses, which must be in `directory`.

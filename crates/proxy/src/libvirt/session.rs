@@ -28,7 +28,7 @@ pub(super) struct Session {
     part: Mutex<Part>,
     /// Set while the source's libvirt must not see its connection fail.
     shelter: Arc<AtomicBool>,
-    replies: Mutex<Replies>,
+    pub replies: Mutex<Replies>,
 }
 
 /// What this host does in the migration.
@@ -125,10 +125,11 @@ impl Session {
         if call.cancelled {
             return Ok(());
         }
+        // `replies` is never locked after `part`.
+        let socket = self.socket().map_err(|error| error.to_string())?;
         let passed = match &mut *self.part.lock() {
             Part::Source { ledger: Some(ledger), finish } => {
                 if let Some(keeper) = &shared.keeper {
-                    let socket = self.socket().map_err(|error| error.to_string())?;
                     let held = keeper.hold(self.session, call.serial, &socket);
                     held.map_err(|error| format!("the keeper does not answer: {error}"))?;
                 }

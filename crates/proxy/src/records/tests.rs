@@ -2,6 +2,8 @@
 
 use super::*;
 
+const SESSION: SessionId = SessionId([7; 16]);
+
 fn directory() -> String {
     "host-b".into()
 }
@@ -10,14 +12,18 @@ fn directory() -> String {
 fn openings_have_these_bytes() {
     let golden = [
         (
-            Target::Libvirt { directory: directory() },
-            "01 01 07.00.00.00.00.00.00.00 06.00 host-b 00.00",
+            Target::Libvirt { directory: directory(), session: SESSION },
+            "01 01 07.00.00.00.00.00.00.00 06.00 host-b 24.00 07070707-0707-0707-0707-070707070707",
         ),
         (
             Target::Socket { directory: directory(), file: "web".into() },
             "02 01 07.00.00.00.00.00.00.00 06.00 host-b 03.00 web",
         ),
         (Target::Forward { name: "ssh".into() }, "03 01 07.00.00.00.00.00.00.00 03.00 ssh 00.00"),
+        (
+            Target::Word { session: SESSION },
+            "04 01 07.00.00.00.00.00.00.00 24.00 07070707-0707-0707-0707-070707070707 00.00",
+        ),
     ];
     for (target, golden) in golden {
         let (opening, mut bytes) = (Opening { target, is_known: true, received: 7 }, Vec::new());
@@ -41,6 +47,7 @@ fn answers_are_read_as_written() {
     for answer in [
         Answer::Opened { received: u64::MAX },
         Answer::Refused { reason: "no rule names this host".into() },
+        Answer::Word(FinishAnswer::AskAgain),
     ] {
         let mut bytes = Vec::new();
         answer.write(&mut bytes).unwrap();

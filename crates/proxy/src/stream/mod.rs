@@ -19,7 +19,8 @@ mod window;
 
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
@@ -84,6 +85,10 @@ pub struct Stream {
     changed: Condvar,
     /// A copy of the local socket, to wake the threads that wait on it.
     local: UnixStream,
+    /// Wakes the reader without the socket.
+    waker: Arc<Waker>,
+    /// The local program must not see that the stream fails.
+    is_sheltered: Arc<AtomicBool>,
     /// What it has carried.
     pub counters: Counters,
 }
@@ -118,11 +123,16 @@ struct State {
 }
 
 impl Stream {
-    /// A stream for a local socket, without a link.
+    /// A stream for a local socket, without a link. While `is_sheltered` is set, the local program
+    /// does not see its socket closed when the stream fails: the setter of the flag has a duplicate.
     ///
     /// # Errors
     /// The socket can't be duplicated.
-    pub fn new(local: &UnixStream) -> std::io::Result<Self> {
+    pub fn new(
+        local: &UnixStream,
+        waker: Arc<Waker>,
+        is_sheltered: Arc<AtomicBool>,
+    ) -> std::io::Result<Self> {
         let state = State { unlinked: Some(Instant::now()), ..State::default() };
         Ok(Self {
             state: Mutex::new(state),
@@ -131,6 +141,8 @@ impl Stream {
             to_write: Condvar::new(),
             changed: Condvar::new(),
             local: local.try_clone()?,
+            waker,
+            is_sheltered,
             counters: Counters::default(),
         })
     }
@@ -144,8 +156,12 @@ impl Stream {
         let told = !matches!(failure, StreamFailure::Peer { .. } | StreamFailure::Refused { .. });
         (state.reset_due, state.failure) = (told, Some(failure));
         drop(state);
-        // An error means that the process has gone.
-        let _ = self.local.shutdown(Shutdown::Both);
+        if self.is_sheltered.load(Ordering::Acquire) {
+            self.waker.wake();
+        } else {
+            // An error means that the process has gone.
+            let _ = self.local.shutdown(Shutdown::Both);
+        }
         self.wake_all();
     }
 

@@ -81,6 +81,9 @@ fn config(directory: PathBuf) -> ProxyConfig {
         policy: None,
         peers: Vec::new(),
         forwards: Vec::new(),
+        journals: directory.join("journals"),
+        domains: None,
+        keeper: None,
         directory,
         libvirt: "/nowhere".into(),
         qemu: Owner {

@@ -12,6 +12,7 @@ use vmferry_proxy::{Forward, Owner, Peer, ProxyConfig, Timings, is_plain_name};
 use vmferry_transport::{Address, PeerIdentity};
 use vmferry_wire::GuestIdentity;
 
+use super::domains::LibvirtDomains;
 use crate::args::{parse_duration, parse_rate};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -152,6 +153,9 @@ impl Configuration {
             directory: self.directory.clone(),
             libvirt: self.libvirt_socket.clone(),
             qemu: qemu_user(self.qemu_user.as_deref())?,
+            journals: PathBuf::new(),
+            domains: Some(Arc::new(LibvirtDomains)),
+            keeper: None,
             timings: Timings { reconnect, ..defaults },
             compression: CompressionConfig { way, ..CompressionConfig::default() },
             bandwidth,

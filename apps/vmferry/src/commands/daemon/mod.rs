@@ -2,6 +2,8 @@
 //! hosts and from them.
 
 pub mod config;
+mod domains;
+pub mod keeper;
 
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
@@ -10,6 +12,7 @@ use serde_json::json;
 use vmferry_proxy::{Proxy, ProxyEvent};
 use vmferry_transport::FileVersion;
 
+use super::prepared_directories;
 use crate::args::DaemonOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -33,6 +36,12 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
         });
         return Ok(());
     }
+    let directories = prepared_directories()?;
+    let mut proxy = proxy;
+    proxy.journals = directories.journals();
+    let keeper_socket = directories.runtime().join("keeper.sock");
+    keeper::start(&keeper_socket)?;
+    proxy.keeper = Some(keeper_socket);
     let told = output.clone();
     let observer = move |event: ProxyEvent| told.event(&event, || event.to_string());
     let proxy = Proxy::start(proxy, Box::new(observer)).map_err(|error| {
@@ -92,7 +101,9 @@ fn reload(
         let text = format!("{what} can't change while the daemon runs: start it again");
         return Err(Failure::new(Code::Usage, text));
     }
-    let configured = proxy.reconfigure(fresh.proxy(output)?);
+    let mut config = fresh.proxy(output)?;
+    config.journals = prepared_directories()?.journals();
+    let configured = proxy.reconfigure(config);
     configured.map_err(|error| Failure::of(Code::Usage, error))?;
     Ok(fresh)
 }

@@ -1,0 +1,81 @@
+//! A keeper in a thread.
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use super::*;
+
+/// libvirt's ping and pong.
+fn keep_alive(procedure: u8) -> Vec<u8> {
+    let words = [28, 0x6b65_6570, 1, u32::from(procedure), 2, 0, 0];
+    words.into_iter().flat_map(u32::to_be_bytes).collect()
+}
+
+fn start() -> (tempfile::TempDir, PathBuf) {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("keeper");
+    let (tell, ready) = channel();
+    let of_thread = path.clone();
+    std::thread::spawn(move || serve(&of_thread, || tell.send(()).unwrap()));
+    ready.recv().unwrap();
+    (directory, path)
+}
+
+#[test]
+fn connection_outlives_the_daemon_and_is_taken_over() {
+    let (_directory, path) = start();
+    let (mut libvirt, ours) = UnixStream::pair().unwrap();
+    libvirt.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    let session = SessionId([3; 16]);
+    let keeper = Keeper::connect(&path).unwrap();
+    keeper.hold(session, 9, &ours).unwrap();
+    // The daemon dies.
+    drop((keeper, ours));
+    let mut answer = [0; 28];
+    for _ in 0..3 {
+        libvirt.write_all(&keep_alive(1)).unwrap();
+        libvirt.read_exact(&mut answer).unwrap();
+        assert_eq!(answer[..], keep_alive(2)[..]);
+    }
+    let keeper = Keeper::connect(&path).unwrap();
+    let mut held = keeper.take().unwrap();
+    let HeldConnection { session: found, serial, mut socket } = held.pop().unwrap();
+    assert_eq!((found, serial, held.len()), (session, 9, 0));
+    socket.write_all(b"the reply").unwrap();
+    let mut reply = [0; 9];
+    libvirt.read_exact(&mut reply).unwrap();
+    keeper.drop_session(session).unwrap();
+    drop(socket);
+    assert_eq!(libvirt.read(&mut reply).unwrap(), 0, "nobody holds it");
+    assert_eq!(keeper.take().unwrap().len(), 0);
+}
+
+#[test]
+fn connection_that_libvirt_closes_is_dropped() {
+    let (_directory, path) = start();
+    let (libvirt, ours) = UnixStream::pair().unwrap();
+    let keeper = Keeper::connect(&path).unwrap();
+    keeper.hold(SessionId([1; 16]), 1, &ours).unwrap();
+    drop((keeper, ours));
+    drop(libvirt);
+    let deadline = std::time::Instant::now() + Duration::from_secs(30);
+    loop {
+        let keeper = Keeper::connect(&path).unwrap();
+        if keeper.take().unwrap().is_empty() {
+            return;
+        }
+        assert!(std::time::Instant::now() < deadline);
+        drop(keeper);
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+#[test]
+fn second_keeper_is_refused() {
+    let (_directory, path) = start();
+    let second = serve(&path, || panic!("it listens"));
+    assert_eq!(second.unwrap_err().kind(), io::ErrorKind::AddrInUse);
+}
