@@ -25,6 +25,8 @@
 //! Operators are assumed to have checked before they resolve a handover in doubt: the model lets
 //! them say only what is true.
 //!
+//! [`finish`] is a second model: libvirt's Finish, which the daemons forward.
+//!
 //! [`BrokenRule`] breaks one rule at a time. This shows that the checks can fail, and prints how.
 
 mod action;

@@ -43,9 +43,9 @@ pub enum DestinationAction {
     SendReply(FinishWord),
     /// Answer the other daemon.
     Answer(FinishAnswer),
-    /// Look at the domain and report it to [`DestinationFinish::looked`]. While the connection
-    /// that the Finish was written to is open, answer [`FinishAnswer::AskAgain`] instead: the
-    /// reply will come.
+    /// Look at the domain and report it to [`DestinationFinish::looked`]. If this process wrote
+    /// the Finish and still awaits the reply on that connection, answer
+    /// [`FinishAnswer::AskAgain`] instead.
     Look,
 }
 

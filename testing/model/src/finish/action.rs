@@ -114,14 +114,12 @@ impl fmt::Display for Action {
             Self::SourceConfirms => "source's libvirt: ends the migration by the reply",
             Self::SourceSeesBreak => "source's libvirt: sees its connection fail",
             Self::SourceDies { on_disk } => {
-                let disk = if *on_disk { "its last record is on disk" } else { "no record more" };
-                return write!(f, "source: the daemon dies ({disk})");
+                return write!(f, "source: the daemon dies{}", record(*on_disk));
             }
             Self::SourceRestarts => "source: the daemon restarts",
             Self::KeeperDies => "source: the keeper dies",
             Self::DestinationDies { on_disk } => {
-                let disk = if *on_disk { "its last record is on disk" } else { "no record more" };
-                return write!(f, "destination: the daemon dies ({disk})");
+                return write!(f, "destination: the daemon dies{}", record(*on_disk));
             }
             Self::DestinationRestarts => "destination: the daemon restarts",
             Self::SourceLibvirtRestarts => "source's libvirt: dies and restarts",
@@ -141,4 +139,8 @@ impl fmt::Display for Action {
         };
         f.write_str(text)
     }
+}
+
+fn record(on_disk: bool) -> &'static str {
+    if on_disk { ", and the record that it was writing is on disk" } else { "" }
 }

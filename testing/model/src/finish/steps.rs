@@ -55,7 +55,7 @@ impl Finish {
                 self.source_step(world, |state| state.operator(word).ok());
             }
             Action::OperatorAtDestination(word) => {
-                // Whoever says that the source resumes has destroyed what is left here.
+                // An operator who lets the source resume has destroyed the paused guest here.
                 if world.domain == Domain::Waits {
                     world.domain = Domain::NeverRan;
                 }
@@ -120,8 +120,9 @@ impl Finish {
                 dies(&mut world.destination, on_disk);
                 let lost_before = world.reply_lost;
                 if world.keeps_destination {
-                    // The Finish may not have been written.
-                    world.reply_lost |= world.call == LibvirtCall::None;
+                    // The Finish may not have been written, or its reply died with the process.
+                    world.reply_lost |= world.call == LibvirtCall::None
+                        && world.destination.disk == DestinationFinish::Passed;
                 } else {
                     close_libvirt_connection(world);
                 }

@@ -189,6 +189,7 @@ impl World {
         let reply_lost = asks
             && self.reply_lost
             && self.destination.disk == DestinationFinish::Passed
+            && self.call == LibvirtCall::None
             && self.domain != Domain::Runs;
         source_restarted || reply_lost || (asks && self.lost)
     }
