@@ -10,7 +10,7 @@
 //! rewritten everything, and the wait is not counted: see [`guest::RewrittenLog`].
 
 mod allocations;
-mod content;
+pub mod content;
 mod converge;
 mod guest;
 mod hot;

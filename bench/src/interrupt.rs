@@ -52,6 +52,32 @@ pub fn kill_children_on_signal() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Starts a thread that only records that a signal has arrived. A second signal ends the process.
+///
+/// This suits benchmarks whose processes must be ended in order.
+///
+/// # Errors
+/// The signal handlers or the thread could not be set up.
+pub fn stop_on_signal() -> anyhow::Result<()> {
+    let mut signals =
+        Signals::new([SIGINT, SIGTERM, SIGHUP]).context("could not listen for signals")?;
+    let wait = move || {
+        if signals.forever().next().is_none() {
+            return;
+        }
+        RECEIVED.store(true, Ordering::Relaxed);
+        eprintln!("interrupted: the present migration is the last one");
+        if let Some(signal) = signals.forever().next() {
+            let _ = emulate_default_handler(signal);
+        }
+    };
+    std::thread::Builder::new()
+        .name("interrupt".into())
+        .spawn(wait)
+        .context("could not start a thread")?;
+    Ok(())
+}
+
 /// Whether a signal has arrived.
 pub fn received() -> bool {
     RECEIVED.load(Ordering::Relaxed)

@@ -10,6 +10,7 @@ mod engine;
 mod free_pages;
 mod guest;
 mod interrupt;
+mod libvirt;
 mod machine;
 mod place;
 mod qemu;
@@ -60,6 +61,9 @@ enum Name {
     /// QEMU's own migration over TLS, direct and carried by vmferry, with and without a bandwidth
     /// cap.
     Carried,
+    /// Guests under libvirt: its own migration, plain, with TLS and through `socat`, and through
+    /// `vmferry daemon`. Takes 10 minutes and 5 GiB of memory, and needs root.
+    Libvirt,
     /// Ways to put pages into an empty memory file.
     Place,
     /// Ways to send frames over a TCP socket: system calls, socket options, frame lengths and TLS
@@ -94,8 +98,10 @@ fn main() -> anyhow::Result<()> {
         !arguments.full || is_compression,
         "--full works only with `compression`, which has a full size"
     );
-    if matches!(arguments.name, Name::Qemu | Name::Carried) {
-        interrupt::kill_children_on_signal()?;
+    match arguments.name {
+        Name::Qemu | Name::Carried => interrupt::kill_children_on_signal()?,
+        Name::Libvirt => interrupt::stop_on_signal()?,
+        _ => {}
     }
     let results = match measure(&arguments) {
         // The interrupt handler has already printed why.
@@ -119,6 +125,7 @@ fn measure(arguments: &Arguments) -> anyhow::Result<Results> {
         Name::Engine => engine::run(arguments.quick)?,
         Name::Qemu => qemu::run(arguments.quick)?,
         Name::Carried => carried::run(arguments.quick)?,
+        Name::Libvirt => libvirt::run(arguments.quick)?,
         Name::Place => place::run(arguments.quick)?,
         Name::Socket => socket::run(arguments.quick)?,
         Name::DirtyLog => dirty_log::run(arguments.quick)?,

@@ -21,7 +21,9 @@ use serde::Serialize;
 
 use crate::results::{least, median, most};
 
+pub use beats::Beats;
 pub use guest::Guest;
+pub use host::process_cpu_s;
 pub use lab::Lab;
 
 /// Timeout for any single operation.

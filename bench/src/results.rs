@@ -18,6 +18,8 @@ pub struct Results {
     pub name: &'static str,
     /// The machine it ran on.
     pub machine: Machine,
+    /// What the rows are about, for the text.
+    pub heading: Option<&'static str>,
     /// One row per method and case.
     pub rows: Vec<Row>,
     /// Additional tables, by name.
@@ -39,12 +41,12 @@ impl Results {
         ratios: BTreeMap<String, f64>,
     ) -> Self {
         let (machine, more, plots) = (machine::here(), BTreeMap::new(), Vec::new());
-        Self { name, machine, rows, more, yardsticks, ratios, plots }
+        Self { name, machine, heading: None, rows, more, yardsticks, ratios, plots }
     }
 
     /// Converts the results to the file format.
     pub fn into_shape(self) -> bench::Results {
-        let Self { name, machine, rows, more, yardsticks, ratios, plots: _ } = self;
+        let Self { name, machine, rows, more, yardsticks, ratios, .. } = self;
         bench::Results {
             format: bench::FORMAT.to_owned(),
             version: bench::VERSION,
@@ -61,15 +63,13 @@ impl Results {
     pub fn as_text(&self) -> String {
         let machine = &self.machine;
         let mut text = format!(
-            "{}: {}, {} cores, Linux {}, KVM {}, TCP {}\n{}\n",
-            self.name,
-            machine.cpu,
-            machine.cores,
-            machine.kernel,
-            machine.kvm,
-            machine.tcp,
-            table(&self.rows)
+            "{}: {}, {} cores, Linux {}, KVM {}, TCP {}\n",
+            self.name, machine.cpu, machine.cores, machine.kernel, machine.kvm, machine.tcp,
         );
+        if let Some(heading) = self.heading {
+            text.push_str(&format!("{heading}\n"));
+        }
+        text.push_str(&format!("{}\n", table(&self.rows)));
         for (name, rows) in &self.more {
             text.push_str(&format!("{name}:\n{}\n", table(rows)));
         }

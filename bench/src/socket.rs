@@ -10,7 +10,7 @@
 
 mod frame;
 mod kernel;
-mod lab;
+pub mod lab;
 mod outlet;
 mod plain;
 mod receive;

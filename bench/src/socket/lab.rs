@@ -88,7 +88,7 @@ impl Lab {
 }
 
 /// Runs `work` in this namespace, or in the current one.
-fn inside<T: Send>(
+pub fn inside<T: Send>(
     namespace: Option<PathBuf>,
     work: impl FnOnce() -> anyhow::Result<T> + Send,
 ) -> anyhow::Result<T> {

@@ -3,6 +3,7 @@
 
 mod engine;
 mod interrupted;
+mod libvirt;
 mod memory;
 mod qemu;
 mod transport;
