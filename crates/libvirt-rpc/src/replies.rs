@@ -8,10 +8,9 @@ use crate::procedures::{REMOTE_PROGRAM, REMOTE_VERSION, procedure};
 use crate::refusal::RemoteError;
 use crate::splitter::{Handling, Policy, Splitter};
 
-/// The most bytes of an awaited reply's payload that are buffered. Real ones have 1 to 20 KiB, most
-/// of it the cookie. Longer replies pass as they arrive, and longer errors are reported without
-/// their text.
-pub const MAX_REPLY_BYTES: u32 = 64 << 10;
+/// The most bytes of an awaited reply's payload. Real ones have 1 to 20 KiB, most of it the cookie.
+/// A longer one ends the connection.
+pub const MAX_REPLY_BYTES: u32 = 1 << 20;
 
 /// The most replies that are awaited. A client that calls more often without a reply does not
 /// migrate.
@@ -138,10 +137,15 @@ impl Policy for Awaiting<'_> {
             keepalive::answer(header, &mut self.out.pongs)?;
             return Ok(Handling::Skip);
         }
-        let collect = header.kind == PacketKind::Reply
-            && header.payload_bytes() <= MAX_REPLY_BYTES
-            && self.position(header).is_some();
-        Ok(if collect { Handling::Collect } else { Handling::Stream })
+        if self.position(header).is_none() {
+            return Ok(Handling::Stream);
+        }
+        // The caller may have to write such a reply itself, so no part of it may pass alone.
+        let (bytes, limit) = (header.payload_bytes(), MAX_REPLY_BYTES);
+        if header.kind != PacketKind::Reply || bytes > limit {
+            return Err(RpcError::TooLarge { call: "a reply", bytes, limit });
+        }
+        Ok(Handling::Collect)
     }
 
     fn stream(&mut self, bytes: &[u8]) {
@@ -238,7 +242,7 @@ mod tests {
 
     #[test]
     fn error_that_cannot_be_read_is_still_an_error() {
-        for payload in [&[][..], &[1; 6], &vec![0; MAX_REPLY_BYTES as usize + 4]] {
+        for payload in [&[][..], &[1; 6]] {
             let (mut watch, mut heard) = (ReplyWatch::new(), Heard::default());
             watch.expect(&calls()[0]).unwrap();
             let bytes = reply(303, 5, 1, payload);
@@ -266,18 +270,28 @@ mod tests {
     }
 
     #[test]
-    fn other_packets_and_long_replies_pass_as_they_arrive() {
+    fn other_packets_pass_as_they_arrive() {
+        let (mut watch, mut heard) = (ReplyWatch::new(), Heard::default());
+        watch.expect(&calls()[0]).unwrap();
+        let bytes = reply(66, 5, 0, b"x");
+        let (last, first) = bytes.split_last().unwrap();
+        watch.push(first, &mut heard).unwrap();
+        assert!(heard.bytes == first && heard.replies.is_empty());
+        assert!(!watch.is_between_packets());
+        watch.push(&[*last], &mut heard).unwrap();
+        assert!(heard.bytes == bytes && watch.is_between_packets());
+    }
+
+    #[test]
+    fn no_part_of_a_reply_that_cannot_pass_whole_passes() {
         let long = reply(303, 5, 0, &vec![0; MAX_REPLY_BYTES as usize + 4]);
         let with_fds = packet([REMOTE, 1, 303, 5, 5, 0], b"cookie");
-        for bytes in [reply(66, 5, 0, b"x"), long, with_fds] {
+        for bytes in [long, with_fds] {
             let (mut watch, mut heard) = (ReplyWatch::new(), Heard::default());
             watch.expect(&calls()[0]).unwrap();
-            let (last, first) = bytes.split_last().unwrap();
-            watch.push(first, &mut heard).unwrap();
-            assert!(heard.bytes == first && heard.replies.is_empty());
-            assert!(!watch.is_between_packets());
-            watch.push(&[*last], &mut heard).unwrap();
-            assert!(heard.bytes == bytes && watch.is_between_packets());
+            let read = watch.push(&bytes, &mut heard);
+            assert!(matches!(read, Err(RpcError::TooLarge { call: "a reply", .. })), "{read:?}");
+            assert_eq!(heard, Heard::default());
         }
     }
 

@@ -23,7 +23,8 @@ pub struct ProxyConfig {
     pub peers: Vec<Peer>,
     /// Connections that are forwarded as they are.
     pub forwards: Vec<Forward>,
-    /// Each peer has a directory in this one. Default `/run/vmferry/peers`.
+    /// Each peer has a directory in this one. Default
+    /// `/run/vmferry-peers`: `/run/vmferry` is closed to other users, and QEMU's must reach this one.
     pub directory: PathBuf,
     /// libvirt's socket on this host. Default `/run/libvirt/libvirt-sock`.
     pub libvirt: PathBuf,

@@ -7,9 +7,12 @@
 
 use std::fs;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+
+use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::config::{Owner, is_plain_name};
 use crate::error::ProxyError;
@@ -30,7 +33,12 @@ pub enum Access {
 pub fn make_base(path: &Path) -> Result<(), ProxyError> {
     let failed = |problem: String| ProxyError::Directory { path: path.to_owned(), problem };
     let made = fs::DirBuilder::new().recursive(true).mode(0o755).create(path);
-    made.map_err(|error| failed(error.to_string()))?;
+    // The mode may have been cut by the umask; that of a directory of others is checked below.
+    made.and_then(|()| match fs::symlink_metadata(path)?.mode() & 0o777 {
+        0o700 => fs::set_permissions(path, fs::Permissions::from_mode(0o755)),
+        _ => Ok(()),
+    })
+    .map_err(|error| failed(error.to_string()))?;
     let metadata = fs::symlink_metadata(path).map_err(|error| failed(error.to_string()))?;
     if !metadata.is_dir() {
         return Err(failed("it is not a directory".into()));
@@ -146,18 +154,26 @@ impl Drop for LocalListener {
 /// # Errors
 /// The system's, or [`io::ErrorKind::PermissionDenied`] if another user listens there.
 pub fn connect_to_qemu(directory: &Path, file: &str, qemu: Owner) -> io::Result<UnixStream> {
-    let path = directory.join(file);
-    if !fs::symlink_metadata(&path)?.file_type().is_socket() {
-        return Err(io::Error::other("it is not a socket"));
-    }
-    let stream = UnixStream::connect(&path)?;
+    let stream = connect_to_socket(&directory.join(file))?;
     let credentials = rustix::net::sockopt::socket_peercred(&stream)?;
     let uid = credentials.uid.as_raw();
-    if uid != 0 && uid != qemu.uid {
+    if uid != qemu.uid {
         let text = format!("the user {uid}, who is not QEMU's, listens there");
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, text));
     }
     Ok(stream)
+}
+
+/// Connects to the socket that a path names, and never to one behind a symbolic link: QEMU's user
+/// could replace the file at any time.
+fn connect_to_socket(path: &Path) -> io::Result<UnixStream> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = rustix::fs::open(path, flags, Mode::empty())?;
+    let found = FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode);
+    if found != FileType::Socket {
+        return Err(io::Error::other("it is not a socket"));
+    }
+    UnixStream::connect(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
 
 /// Makes sure that there is no file at a path where QEMU is about to make a socket. Removes the
@@ -167,16 +183,16 @@ pub fn connect_to_qemu(directory: &Path, file: &str, qemu: Owner) -> io::Result<
 /// [`ProxyError::Squatted`].
 pub fn must_be_free(path: &Path) -> Result<(), ProxyError> {
     let squatted = || ProxyError::Squatted { path: path.to_owned() };
-    match fs::symlink_metadata(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Ok(metadata) if metadata.file_type().is_socket() => {}
-        _ => return Err(squatted()),
+    match connect_to_socket(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error)
+            if error.kind() == io::ErrorKind::ConnectionRefused
+                && fs::remove_file(path).is_ok() =>
+        {
+            Ok(())
+        }
+        _ => Err(squatted()),
     }
-    let refused = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
-    if UnixStream::connect(path).is_err_and(refused) && fs::remove_file(path).is_ok() {
-        return Ok(());
-    }
-    Err(squatted())
 }
 
 #[cfg(test)]
@@ -244,5 +260,12 @@ mod tests {
         fs::write(base.path().join("web"), "text").unwrap();
         assert!(connect_to_qemu(base.path(), "web", own()).is_err());
         assert!(connect_to_qemu(base.path(), "none", own()).is_err());
+        let _listener = UnixListener::bind(base.path().join("other")).unwrap();
+        std::os::unix::fs::symlink("other", base.path().join("link")).unwrap();
+        assert!(connect_to_qemu(base.path(), "other", own()).is_ok());
+        assert!(connect_to_qemu(base.path(), "link", own()).is_err(), "a symbolic link");
+        let stranger = Owner { uid: own().uid + 1, ..own() };
+        let refused = connect_to_qemu(base.path(), "other", stranger).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
     }
 }

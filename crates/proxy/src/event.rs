@@ -98,6 +98,15 @@ pub enum ProxyEvent {
         /// Which side this host is.
         side: Side,
     },
+    /// libvirt's Finish is about to pass: the destination's libvirt runs the guest, or says why not.
+    Finishing {
+        /// The guest's name.
+        guest: String,
+        /// The other host.
+        peer: String,
+        /// Which side this host is.
+        side: Side,
+    },
     /// The destination's libvirt may run the guest, and its answer is lost. libvirt of this host
     /// waits, with its guest paused, until the other host's daemon has the word.
     InDoubt {
@@ -145,6 +154,12 @@ impl fmt::Display for ProxyEvent {
             }
             Self::Prepared { guest, uuid, peer, side: Side::Acceptor } => {
                 write!(f, "guest {guest} ({uuid}) is arriving from {peer}")
+            }
+            Self::Finishing { guest, peer, side: Side::Opener } => {
+                write!(f, "guest {guest} is handed over to {peer}")
+            }
+            Self::Finishing { guest, peer, side: Side::Acceptor } => {
+                write!(f, "guest {guest} is handed over by {peer}")
             }
             Self::InDoubt { session, guest, peer } => write!(
                 f,

@@ -15,7 +15,7 @@ use crate::directory;
 use crate::event::{ProxyEvent, Side};
 use crate::libvirt;
 use crate::proxy::{Ends, Entry, Shared};
-use crate::records::{Answer, Opening, PROXY_VERSION, Target, read_hello};
+use crate::records::{Answer, Opening, PROXY_VERSION, RecordError, Target, read_hello};
 use crate::stream::{Link, LinkEnd, StreamFailure, run_link};
 
 /// Connections that greet at the same time. More wait in the listener's queue.
@@ -122,7 +122,12 @@ fn greet(shared: &Arc<Shared>, pending: Pending) -> Option<(Arc<Entry>, Link)> {
             return None;
         }
         Err(error) => {
-            refused(peer.to_string(), "connect", vmferry::chain(&error));
+            let reason = vmferry::chain(&error);
+            refused(peer.to_string(), "connect", reason.clone());
+            if matches!(error, RecordError::Version { .. }) {
+                let _ = Answer::Refused { reason }.write(&mut writer);
+                let _ = writer.finish();
+            }
             return None;
         }
     };
@@ -177,8 +182,8 @@ fn find_or_begin(
     }
     if let Some(entry) = shared.stream(&hello.token) {
         let same = entry.opener.as_ref().is_some_and(|opener| opener.is_same_as(peer));
-        let newer = entry.attempt.fetch_max(hello.attempt, Ordering::AcqRel) < hello.attempt;
-        if !same || !newer || entry.name.target != opening.target.to_string() {
+        let is_newer = || entry.attempt.fetch_max(hello.attempt, Ordering::AcqRel) < hello.attempt;
+        if !same || !is_newer() || entry.name.target != opening.target.to_string() {
             return Err("another host's stream, or an old attempt".into());
         }
         return Ok(entry);

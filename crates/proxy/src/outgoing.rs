@@ -31,7 +31,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// The sockets that local programs connect to, for peers and rules.
 #[derive(Default)]
 pub(crate) struct Outgoing {
-    peers: HashMap<String, (Peer, LocalSocket)>,
+    peers: HashMap<String, LocalSocket>,
     forwards: HashMap<String, (Forward, LocalSocket)>,
 }
 
@@ -56,7 +56,8 @@ impl Outgoing {
         if let Some(index) = (0..config.peers.len()).find(|&index| twice(index)) {
             first = Err(ProxyError::Twice { name: config.peers[index].name.clone() });
         }
-        self.peers.retain(|_, (peer, _)| config.peers.contains(peer));
+        // A peer whose address changes keeps its sockets, which migrations may be using.
+        self.peers.retain(|name, _| config.peers.iter().any(|peer| peer.name == *name));
         for peer in &config.peers {
             if self.peers.contains_key(&peer.name) {
                 continue;
@@ -64,7 +65,7 @@ impl Outgoing {
             let made = directory::make_outgoing(&config.directory, &peer.name)
                 .and_then(|path| listen_for_libvirt(shared, peer, path.join(LIBVIRT_SOCKET)));
             match made {
-                Ok(socket) => drop(self.peers.insert(peer.name.clone(), (peer.clone(), socket))),
+                Ok(socket) => drop(self.peers.insert(peer.name.clone(), socket)),
                 Err(error) => first = first.and(Err(error)),
             }
         }
@@ -110,6 +111,8 @@ fn listen_for_rule(
     path: &std::path::Path,
     peer: &str,
 ) -> Result<LocalSocket, ProxyError> {
+    // A daemon that was killed leaves its socket.
+    directory::must_be_free(path)?;
     let listener = LocalListener::bind(path, Access::Qemu(shared.config().qemu))?;
     let target = Target::Forward { name: rule.name.clone() };
     listen(shared, listener, peer.to_owned(), target)

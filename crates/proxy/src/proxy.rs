@@ -25,7 +25,8 @@ use crate::outgoing::Outgoing;
 use crate::packing::{Pacer, Packer};
 use crate::stream::{LocalReader, LocalWriter, Output, Stream, StreamFailure, Tap, Waker};
 
-/// The most streams at once. Each has up to 64 MiB of frames on this host.
+/// The most streams at once. Each has up to 64 MiB of frames on this host, and up to 256 MiB of kept
+/// pages if it is a guest's memory.
 const MAX_STREAMS: usize = 512;
 
 /// A running proxy. Dropping it ends all streams.
@@ -262,6 +263,7 @@ impl Shared {
     ) -> Result<Arc<Entry>, String> {
         let local = |error: std::io::Error| format!("the system can't start a stream: {error}");
         let Ends { socket, tap, output, waker, compress, shelter } = ends;
+        let of_writer = socket.try_clone().map_err(local)?;
         let stream = Arc::new(Stream::new(&socket, Arc::clone(&waker), shelter).map_err(local)?);
         let (peer, target, side) = name;
         let limiter = self.limiter(&peer);
@@ -285,13 +287,12 @@ impl Shared {
             if streams.len() >= MAX_STREAMS {
                 return Err(format!("there are {MAX_STREAMS} streams already"));
             }
+            if streams.contains_key(&token) {
+                return Err("the stream has begun on another link".into());
+            }
             streams.insert(token, Arc::clone(&entry));
         }
-        let writer = LocalWriter {
-            stream: Arc::clone(&stream),
-            socket: socket.try_clone().map_err(local)?,
-            output,
-        };
+        let writer = LocalWriter { stream: Arc::clone(&stream), socket: of_writer, output };
         let reader = LocalReader { stream, socket, packer, tap, waker };
         let started = std::thread::Builder::new()
             .name("local-write".into())

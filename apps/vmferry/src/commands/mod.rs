@@ -8,6 +8,7 @@ pub mod doctor;
 pub mod estimate;
 mod host;
 pub mod inspect;
+pub mod libvirt;
 pub mod link;
 pub mod man;
 pub mod metrics;

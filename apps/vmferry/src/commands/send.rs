@@ -16,7 +16,11 @@ use crate::tables::{outcome, recorded};
 /// migration's lease: if it ends before COMMIT, the migration is cancelled.
 pub fn run(options: &SendOptions, output: &Output) -> Result<(), Failure> {
     if let Some(qmp) = &options.qemu {
+        super::libvirt::managed::must_not_be_managed(qmp, &options.to)?;
         return super::qemu::send::run(qmp, options, output);
+    }
+    if let Some(guest) = &options.libvirt {
+        return super::libvirt::run(guest, options, output);
     }
     super::qemu::hook::must_be_of_a_qemu(&options.hook)?;
     let tls = source_files(options)?;

@@ -2,6 +2,8 @@
 //! through it.
 
 mod cut;
+mod doubt;
 mod moved;
+mod raw_link;
 mod refused;
 mod support;

@@ -39,7 +39,7 @@ fn disk_of_one_host_is_copied() {
     hosts.b.libvirt.create_disk("own.qcow2", 16, ImageFormat::Qcow2);
     hosts.a.libvirt.create(&Domain { machine: "pc", ..linux("disks").with_disk(disk) });
     hosts.a.libvirt.check_guest("disks");
-    let uri = "unix:///run/vmferry/peers/host-b/disks.nbd";
+    let uri = "unix:///run/vmferry-peers/host-b/disks.nbd";
     let copied = hosts.a.migrate("disks", "host-b", &["--copy-storage-all", "--disks-uri", uri]);
     must_succeed(&hosts, &copied);
     hosts.b.libvirt.check_guest("disks");

@@ -2,11 +2,12 @@
 
 use vmferry_libvirt_lab::LibvirtVersion;
 
+use crate::raw_link::RawLink;
 use crate::support::{Hosts, linux};
 
 /// What `virsh` says through the door to `host-b`.
 fn virsh_at_the_door(hosts: &Hosts, arguments: &[&str]) -> (bool, String) {
-    let uri = "qemu+unix:///system?socket=/run/vmferry/peers/host-b/libvirt";
+    let uri = "qemu+unix:///system?socket=/run/vmferry-peers/host-b/libvirt";
     let output = hosts.a.libvirt.virsh(&[&["--connect", uri], arguments].concat());
     (output.status.success(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
@@ -26,14 +27,34 @@ fn door_is_for_migrations_only() {
         &["vol-upload", "--pool", "default", "image", file.to_str().unwrap()],
     ] {
         let refused = |event: &serde_json::Value| event["event"] == "refused";
-        let before = hosts.b.daemon().events().into_iter().filter(refused).count();
+        let before = hosts.a.daemon().events().into_iter().filter(refused).count();
         let (succeeded, said) = virsh_at_the_door(&hosts, arguments);
         assert!(!succeeded, "{arguments:?}");
         // virsh looks a domain up in three ways, and then says only that it has not found it.
         let is_clear = said.contains("vmferry") || said.contains("failed to get domain");
         assert!(is_clear, "{arguments:?}: {said}");
-        hosts.b.daemon().wait_for_more(before, "logs a refusal", refused);
+        hosts.a.daemon().wait_for_more(before, "logs a refusal", refused);
     }
+    assert_eq!(hosts.b.libvirt.domain_state("victim").as_deref(), Some("running"));
+}
+
+/// A host with a valid certificate whose daemon lets everything through.
+#[test]
+fn destination_does_not_rely_on_the_sources_gate() {
+    let hosts = Hosts::start(LibvirtVersion::V11_3);
+    hosts.b.libvirt.create(&linux("victim"));
+    let mut link = RawLink::open(&hosts);
+    // Auth list, open, and then what an intruder would like: list domains, destroy, a new domain.
+    link.call(66, &[]);
+    let open = [&[0, 0, 0, 1, 0, 0, 0, 14][..], b"qemu:///system\0\0", &[0; 4]].concat();
+    link.call(1, &open);
+    for procedure in [273, 12, 8, 10, 212] {
+        let reply = link.call(procedure, &[0; 16]);
+        let said = String::from_utf8_lossy(&reply).into_owned();
+        assert!(said.contains("vmferry refused procedure"), "{procedure}: {said}");
+    }
+    let wanted = |event: &serde_json::Value| event["wanted"] == "call procedure 12 of libvirt";
+    hosts.b.daemon().wait_for("logs a refusal", wanted);
     assert_eq!(hosts.b.libvirt.domain_state("victim").as_deref(), Some("running"));
 }
 
@@ -57,7 +78,7 @@ fn socket_outside_the_directory_is_refused() {
     let elsewhere = ["--disks-uri", "unix:///run/libvirt/other", "--copy-storage-all"];
     let moved = hosts.a.migrate("web", "host-b", &elsewhere);
     let said = String::from_utf8_lossy(&moved.stderr).into_owned();
-    let expected = "is not a socket of a migration in /run/vmferry/peers/host-b";
+    let expected = "is not a socket of a migration in /run/vmferry-peers/host-b";
     assert!(!moved.status.success() && said.contains(expected), "{said}");
     hosts.a.libvirt.check_guest("web");
 }
@@ -66,7 +87,7 @@ fn socket_outside_the_directory_is_refused() {
 fn squatted_socket_is_refused() {
     let hosts = Hosts::start(LibvirtVersion::V11_3);
     hosts.a.libvirt.create(&linux("web"));
-    let directory = hosts.b.libvirt.path("/run/vmferry/peers/host-b");
+    let directory = hosts.b.libvirt.path("/run/vmferry-peers/host-b");
     std::fs::create_dir(&directory).unwrap();
     let squatter = std::os::unix::net::UnixListener::bind(directory.join("web.mig")).unwrap();
     let moved = hosts.a.migrate("web", "host-b", &[]);
@@ -80,7 +101,7 @@ fn squatted_socket_is_refused() {
 fn migration_without_unix_sockets_is_refused_with_advice() {
     let hosts = Hosts::start(LibvirtVersion::V11_3);
     hosts.a.libvirt.create(&linux("web"));
-    let uri = "qemu+unix:///system?socket=/run/vmferry/peers/host-b/libvirt";
+    let uri = "qemu+unix:///system?socket=/run/vmferry-peers/host-b/libvirt";
     let moved = hosts.a.libvirt.virsh(&["migrate", "--live", "--p2p", "web", uri]);
     let said = String::from_utf8_lossy(&moved.stderr).into_owned();
     assert!(!moved.status.success() && said.contains("--migrateuri"), "{said}");

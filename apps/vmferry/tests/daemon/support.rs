@@ -106,7 +106,7 @@ impl Host {
 
     /// `virsh migrate` of a guest to a peer, through the daemon, with further arguments.
     pub fn migrate_command(&self, guest: &str, peer: &str, more: &[&str]) -> Command {
-        let sockets = Path::new("/run/vmferry/peers").join(peer);
+        let sockets = Path::new("/run/vmferry-peers").join(peer);
         let uri = format!("qemu+unix:///system?socket={}", sockets.join("libvirt").display());
         let memory = format!("unix://{}", sockets.join(format!("{guest}.mig")).display());
         let usual = ["migrate", "--live", "--p2p", "--domain", guest, "--desturi", &uri];

@@ -214,12 +214,10 @@ impl Migrations {
             };
             changed.push(one.status.clone());
         }
-        let over: Vec<_> = all.iter().filter(|one| one.status.phase.is_end()).collect();
-        let is_over = |uuid: Uuid| {
-            over.iter().any(|one| one.status.uuid == uuid)
-                && !all.iter().any(|one| one.status.uuid == uuid && !one.status.phase.is_end())
+        let is_live = |uuid: Uuid| {
+            all.iter().any(|one| one.status.uuid == uuid && !one.status.phase.is_end())
         };
-        self.expected.lock().retain(|one| !is_over(one.uuid));
+        self.expected.lock().retain(|one| is_live(one.uuid));
         changed
     }
 

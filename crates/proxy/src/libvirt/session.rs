@@ -147,7 +147,10 @@ impl Session {
         match passed {
             Ok(true) => Ok(()),
             Ok(false) => Err("this host has said that the guest will not run here".into()),
-            Err(error) => Err(vmferry::chain(&error)),
+            Err(error) => {
+                shared.release_from_keeper(self.session);
+                Err(vmferry::chain(&error))
+            }
         }
     }
 
@@ -222,6 +225,11 @@ impl Session {
             let Some(shared) = &shared else { return Err("the daemon ends".into()) };
             if let Call::Finish(call) = call {
                 self.finish(shared, call)?;
+                if !call.cancelled {
+                    let (guest, peer, side) =
+                        (call.guest.name.clone(), self.peer.clone(), self.side);
+                    shared.tell(ProxyEvent::Finishing { guest, peer, side });
+                }
             }
             shared.migrations.called(self.number, &self.peer, self.side, call);
         }

@@ -85,16 +85,26 @@ impl Unanswered {
         let mut heard = Heard::default();
         let mut answer = match self.ledger.resumed() {
             SourceAction::Reply(word) => Some(word),
+            // The Finish was never sent, so libvirt may see its connection fail.
+            SourceAction::Nothing => {
+                let Some(shared) = shared.upgrade() else { return };
+                shared.migrations.settled(self.session);
+                return shared.release_from_keeper(self.session);
+            }
             _ => None,
         };
+        let mut is_open = true;
         while answer.is_none() {
             // When the daemon ends, the keeper has the connection.
             let Some(shared) = shared.upgrade() else { return };
-            if !self.attend(&mut heard, ASK_PERIOD) {
+            if !is_open {
+                std::thread::sleep(ASK_PERIOD);
+            } else if !self.attend(&mut heard, ASK_PERIOD) {
+                // A restarted libvirt leaves its guest paused. An operator needs the word.
+                is_open = false;
                 let error = "libvirt of this host has closed its connection: the guest is paused \
                              here, and may run at the other host";
-                shared.migrations.settled(self.session);
-                return shared.tell(self.event(Some(error.to_owned())));
+                shared.tell(self.event(Some(error.to_owned())));
             }
             let decided = decision.0.lock().take();
             let stepped = match decided {

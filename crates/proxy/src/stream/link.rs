@@ -41,6 +41,9 @@ impl Timings {
     }
 }
 
+/// Bytes that wait for their turn under a bandwidth cap together.
+const TURN_BYTES: usize = 16 << 10;
+
 /// How a link ended.
 #[derive(Debug, PartialEq, Eq)]
 pub enum LinkEnd {
@@ -145,6 +148,7 @@ fn send(
     alive: Duration,
     pacer: &Pacer,
 ) -> io::Result<()> {
+    let mut spoken = Instant::now();
     loop {
         let waiting = Instant::now();
         match stream.next(link, alive) {
@@ -152,8 +156,17 @@ fn send(
                 let begun = Instant::now();
                 frame.set_sequence(number);
                 let bytes = frame.wire_bytes();
-                pacer.await_turn(bytes);
-                let written = frame.write_to(&mut writer);
+                let mut written = Ok(());
+                // At a low cap, the turn of a frame may take longer than a silent link lasts.
+                for _ in (0..bytes).step_by(TURN_BYTES) {
+                    pacer.await_turn(TURN_BYTES.min(bytes));
+                    if spoken.elapsed() >= alive && written.is_ok() {
+                        written = writer.write_all(&[RecordKind::Alive.number()]);
+                        spoken = Instant::now();
+                    }
+                }
+                let written = written.and_then(|()| frame.write_to(&mut writer));
+                spoken = Instant::now();
                 stream.sent(number, frame);
                 written?;
                 Counters::add(&stream.counters.sent, bytes);

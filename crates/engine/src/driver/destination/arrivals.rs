@@ -203,7 +203,11 @@ pub fn receive_greeting(
         Role::Stream | Role::Other(_) => {
             reply(&mut connection, HelloStatus::Refused, 0)?;
             let role = u8::from(hello.role);
-            return Err(MigrateError::protocol("greeting", 0, format!("role {role} is not served")));
+            return Err(MigrateError::protocol(
+                "greeting",
+                0,
+                format!("role {role} is not served"),
+            ));
         }
     }))
 }

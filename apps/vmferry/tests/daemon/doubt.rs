@@ -1,0 +1,70 @@
+//! libvirt's answer to a Finish that is lost. The source's libvirt would resume its guest, although
+//! the guest may run at the destination.
+
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use vmferry_libvirt_lab::LibvirtVersion;
+
+use crate::support::{Hosts, linux, must_succeed};
+
+/// A migration whose Finish has reached a libvirt that does not act on it.
+struct Finishing {
+    hosts: Hosts,
+    libvirtd: Pid,
+    moving: std::process::Child,
+}
+
+fn finishing(version: LibvirtVersion) -> Finishing {
+    let hosts = Hosts::with(version, "reconnect_timeout = \"3s\"");
+    hosts.a.libvirt.create(&linux("web"));
+    hosts.a.libvirt.check_guest("web");
+    let moving = hosts.a.migrate_command("web", "host-b", &[]).spawn().unwrap();
+    hosts.b.daemon().wait_for("prepares", |event| event["event"] == "prepared");
+    // QEMU receives the memory without it.
+    let libvirtd = Pid::from_raw(hosts.b.libvirt.libvirtd_pid() as i32).unwrap();
+    kill_process(libvirtd, Signal::STOP).unwrap();
+    let finish = |event: &serde_json::Value| event["event"] == "finishing";
+    hosts.b.daemon().wait_for("passes the Finish", finish);
+    Finishing { hosts, libvirtd, moving }
+}
+
+/// Exactly one host has the guest, and it runs.
+fn guest_runs_at_the_destination_only(hosts: &Hosts) {
+    hosts.b.libvirt.wait_for_state("web", Some("running"));
+    hosts.a.libvirt.wait_for_state("web", None);
+    hosts.b.libvirt.check_guest("web");
+}
+
+fn source_waits_paused(hosts: &Hosts) {
+    assert_eq!(hosts.a.libvirt.domain_state("web").as_deref(), Some("paused"));
+}
+
+#[test]
+fn daemon_that_is_killed_at_the_source_does_not_resume_the_guest() {
+    let Finishing { mut hosts, libvirtd, moving } = finishing(LibvirtVersion::V11_3);
+    hosts.a.daemon = None;
+    // Without the keeper, libvirt would resume its guest at once.
+    std::thread::sleep(Duration::from_secs(2));
+    source_waits_paused(&hosts);
+    kill_process(libvirtd, Signal::CONT).unwrap();
+    hosts.b.libvirt.wait_for_state("web", Some("running"));
+    source_waits_paused(&hosts);
+    hosts.a.start_daemon();
+    must_succeed(&hosts, &moving.wait_with_output().unwrap());
+    guest_runs_at_the_destination_only(&hosts);
+}
+
+#[test]
+fn link_that_is_lost_for_good_does_not_resume_the_guest() {
+    let Finishing { hosts, libvirtd, moving } = finishing(LibvirtVersion::V9_0);
+    hosts.b.cable.cut();
+    hosts.a.daemon().wait_for("is in doubt", |event| event["event"] == "in-doubt");
+    source_waits_paused(&hosts);
+    kill_process(libvirtd, Signal::CONT).unwrap();
+    hosts.b.libvirt.wait_for_state("web", Some("running"));
+    source_waits_paused(&hosts);
+    hosts.b.cable.mend();
+    must_succeed(&hosts, &moving.wait_with_output().unwrap());
+    guest_runs_at_the_destination_only(&hosts);
+}
