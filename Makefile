@@ -36,7 +36,7 @@ test: setup-tests ## Run all tests, and a sample of the long ones
 
 test-all: setup-tests ## Run all tests, including the long ones
 	@. scripts/environment && VMFERRY_TEST_ALL=1 scripts/run-tests --workspace \
-		--features vmferry-cli/long-tests,vmferry-qemu/long-tests
+		--features vmferry-cli/long-tests,vmferry-libvirt-lab/long-tests,vmferry-qemu/long-tests
 	@. scripts/environment && $(CARGO) test --locked --workspace --test quick -- --ignored
 	@$(MAKE) msrv crates
 

@@ -54,16 +54,19 @@ fn bare_metal_domain_moves(version: LibvirtVersion) {
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn linux_domain_moves_with_libvirt_9_0() {
     linux_domain_moves(LibvirtVersion::V9_0);
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn linux_domain_moves_with_libvirt_11_3() {
     linux_domain_moves(LibvirtVersion::V11_3);
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn bare_metal_domain_moves_there_and_back_with_libvirt_9_0() {
     bare_metal_domain_moves(LibvirtVersion::V9_0);
 }
@@ -74,6 +77,7 @@ fn bare_metal_domain_moves_there_and_back_with_libvirt_11_3() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn disk_of_one_host_is_copied() {
     let sockets = tempfile::tempdir().unwrap();
     let here = LibvirtHost::start("here", LibvirtVersion::V11_3, None);

@@ -30,11 +30,13 @@ fn cut_of_10_s_while_memory_is_copied_fails_nothing() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn cut_of_10_s_while_libvirt_prepares_fails_nothing() {
     cut_while_it_moves(LibvirtVersion::V9_0, Duration::from_secs(10), "libvirt", &[]);
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn daemon_that_is_killed_at_the_destination_leaves_the_guest_at_the_source() {
     let mut hosts = Hosts::start(LibvirtVersion::V11_3);
     hosts.a.libvirt.create(&linux("web"));

@@ -56,6 +56,7 @@ fn daemon_that_is_killed_at_the_source_does_not_resume_the_guest() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn link_that_is_lost_for_good_does_not_resume_the_guest() {
     let Finishing { hosts, libvirtd, moving } = finishing(LibvirtVersion::V9_0);
     hosts.b.cable.cut();

@@ -13,6 +13,7 @@ fn virsh_at_the_door(hosts: &Hosts, arguments: &[&str]) -> (bool, String) {
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn door_is_for_migrations_only() {
     let hosts = Hosts::start(LibvirtVersion::V11_3);
     hosts.b.libvirt.create(&linux("victim"));
@@ -72,6 +73,7 @@ fn guest_that_the_policy_does_not_name_is_refused_at_both_hosts() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn socket_outside_the_directory_is_refused() {
     let hosts = Hosts::start(LibvirtVersion::V11_3);
     hosts.a.libvirt.create(&linux("web"));
@@ -98,6 +100,7 @@ fn squatted_socket_is_refused() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn migration_without_unix_sockets_is_refused_with_advice() {
     let hosts = Hosts::start(LibvirtVersion::V11_3);
     hosts.a.libvirt.create(&linux("web"));

@@ -5,7 +5,7 @@ use std::fs::{read_dir, read_to_string};
 use std::path::{Path, PathBuf};
 
 /// Crates whose errors reach people.
-const CRATES: [&str; 15] = [
+const CRATES: [&str; 17] = [
     "apps/inspect",
     "apps/report",
     "apps/sandbox",
@@ -16,8 +16,10 @@ const CRATES: [&str; 15] = [
     "crates/dirty",
     "crates/engine",
     "crates/handover",
+    "crates/libvirt-rpc",
     "crates/memory",
     "crates/microvm",
+    "crates/proxy",
     "crates/qemu",
     "crates/transport",
     "crates/wire",

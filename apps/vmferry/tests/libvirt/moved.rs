@@ -41,6 +41,7 @@ fn guest_moves(version: LibvirtVersion) {
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn guest_moves_with_libvirt_9_0() {
     guest_moves(LibvirtVersion::V9_0);
 }
@@ -51,6 +52,7 @@ fn guest_moves_with_libvirt_11_3() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn guest_is_named_by_its_uuid_and_its_definition_moves_with_it() {
     let hosts = Hosts::start(LibvirtVersion::V11_3);
     let web = quick("web");
@@ -65,6 +67,7 @@ fn guest_is_named_by_its_uuid_and_its_definition_moves_with_it() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn disk_of_one_host_is_copied() {
     let hosts = Hosts::start(LibvirtVersion::V11_3);
     let disk = hosts.a.libvirt.create_disk("own.qcow2", 16, ImageFormat::Qcow2);
@@ -77,6 +80,7 @@ fn disk_of_one_host_is_copied() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn memory_has_several_streams_and_follows_the_guest_in_post_copy() {
     let hosts = Hosts::start(LibvirtVersion::V11_3);
     hosts.a.libvirt.create(&linux("web"));

@@ -30,6 +30,7 @@ fn wrong_guests_peers_and_options_are_refused() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn policy_of_the_destination_is_obeyed() {
     let hosts = Hosts::start(LibvirtVersion::V11_3);
     let policy = "[[allow]]\nsource = \"spiffe://vmferry/host/host-a\"\nguests = [\"db-*\"]\n";
@@ -55,6 +56,7 @@ fn daemon_that_does_not_run_is_reported() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn second_migration_of_a_guest_is_refused() {
     let hosts = Hosts::start(LibvirtVersion::V11_3);
     create_quick(&hosts, "web");

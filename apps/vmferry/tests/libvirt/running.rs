@@ -56,6 +56,7 @@ fn signal_cancels_at_any_time() {
 }
 
 #[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn timeout_refuses_or_switches_over() {
     let hosts = Hosts::start(LibvirtVersion::V11_3);
     create_quick(&hosts, "web");
