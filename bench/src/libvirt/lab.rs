@@ -21,7 +21,7 @@ const SOCAT_PORTS: [u16; 2] = [7101, 7102];
 pub const FORWARDED: &str = "/run/forwarded";
 
 /// The directory of the sockets of `vmferry daemon` on each host, as above.
-pub const PEERS: &str = "/run/vmferry/peers";
+pub const PEERS: &str = "/run/vmferry-peers";
 
 /// Files of libvirt's TLS, by the names of vmferry's.
 const TLS_FILES: [(&str, &str); 5] = [

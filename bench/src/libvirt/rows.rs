@@ -132,14 +132,13 @@ pub fn ratios(rows: &BTreeMap<(Case, Way), LibvirtRow>, cut: &[Outcome]) -> Rati
         let value = ratio(case, over, part).unwrap_or(f64::NAN);
         ratios.aim(name, value, Target::AtMost(most), meaning);
     }
-    for outcome in cut {
-        let failed = f64::from(outcome.failed);
-        if outcome.way == Way::Vmferry.name() {
-            let meaning = "migrations that failed after 10 s without a link, guest at the source";
-            ratios.aim("failed_with_10s_cut", failed, Target::AtMost(0.0), meaning);
-        } else {
-            ratios.values.insert("failed_with_10s_cut_libvirt".to_owned(), failed);
-        }
-    }
+    let failed = |way: Way| {
+        let of_way = cut.iter().filter(|outcome| outcome.way == way.name());
+        of_way.map(|outcome| f64::from(outcome.failed)).sum()
+    };
+    let meaning = "migrations that failed after 10 s without a link, guest at the source";
+    ratios.aim("failed_with_10s_cut", failed(Way::Vmferry), Target::AtMost(0.0), meaning);
+    let of_libvirt = failed(Way::Plain);
+    ratios.values.insert("failed_with_10s_cut_libvirt".to_owned(), of_libvirt);
     ratios
 }
