@@ -107,7 +107,8 @@ const QUICK: Size = Size {
     yardstick_mib: [64, 16],
 };
 
-/// Runs the benchmark. `quick` moves small guests once with each way, and cuts 4 migrations of each way.
+/// Runs the benchmark. `quick` moves small guests once with each way, and cuts 4 migrations of each
+/// way.
 pub fn run(quick: bool) -> anyhow::Result<Results> {
     let size = if quick { QUICK } else { USUAL };
     let lab = Lab::new()?;
