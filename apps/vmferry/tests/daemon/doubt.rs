@@ -62,10 +62,28 @@ fn link_that_is_lost_for_good_does_not_resume_the_guest() {
     hosts.b.cable.cut();
     hosts.a.daemon().wait_for("is in doubt", |event| event["event"] == "in-doubt");
     source_waits_paused(&hosts);
+    let shown = hosts.a.vmferry(&["--json", "status", "web"]);
+    let status: serde_json::Value = serde_json::from_slice(&shown.stdout).unwrap();
+    assert_eq!(status["migration"]["in_doubt"], true, "{status}");
     kill_process(libvirtd, Signal::CONT).unwrap();
     hosts.b.libvirt.wait_for_state("web", Some("running"));
     source_waits_paused(&hosts);
     hosts.b.cable.mend();
     must_succeed(&hosts, &moving.wait_with_output().unwrap());
     guest_runs_at_the_destination_only(&hosts);
+}
+
+#[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn operator_who_has_fenced_the_destination_resumes_the_guest() {
+    let Finishing { hosts, libvirtd: _, moving } = finishing(LibvirtVersion::V11_3);
+    hosts.b.cable.cut();
+    hosts.a.daemon().wait_for("is in doubt", |event| event["event"] == "in-doubt");
+    // Its libvirt never read the Finish, so its QEMU waits.
+    hosts.b.libvirt.kill_libvirtd();
+    let resolved = hosts.a.vmferry(&["resolve", "web", "--source-resumes", "--yes"]);
+    assert!(resolved.status.success(), "{resolved:?}");
+    assert!(!moving.wait_with_output().unwrap().status.success());
+    hosts.a.libvirt.wait_for_state("web", Some("running"));
+    hosts.a.libvirt.check_guest("web");
 }

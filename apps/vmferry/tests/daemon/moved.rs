@@ -21,7 +21,7 @@ fn linux_guest_moves_there_and_back(version: LibvirtVersion) {
 #[test]
 #[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn memory_is_recognized_and_packed() {
-    let hosts = Hosts::with(LibvirtVersion::V11_3, "compress = \"zstd:1\"");
+    let hosts = Hosts::with(LibvirtVersion::V11_3, "max_bandwidth = \"20MiB/s\"");
     hosts.a.libvirt.create(&linux("web"));
     hosts.a.libvirt.check_guest("web");
     must_succeed(&hosts, &hosts.a.migrate("web", "host-b", &[]));
@@ -30,7 +30,8 @@ fn memory_is_recognized_and_packed() {
         event["event"] == "ended" && event["stream"]["target"] == "host-b/web.mig"
     });
     let bytes = |name: &str| memory[name].as_u64().unwrap();
-    assert!(bytes("sent") < bytes("read") / 2, "{memory}");
+    // Half of this guest's memory is random.
+    assert!(bytes("sent") * 4 < bytes("read") * 3, "{memory}");
 }
 
 #[test]

@@ -100,6 +100,12 @@ impl Host {
         self.daemon = Some(daemon);
     }
 
+    /// Runs `vmferry` on this host.
+    pub fn vmferry(&self, arguments: &[&str]) -> Output {
+        let mut command = self.libvirt.command(env!("CARGO_BIN_EXE_vmferry"));
+        command.args(arguments).output().unwrap()
+    }
+
     pub fn daemon(&self) -> &Daemon {
         self.daemon.as_ref().unwrap()
     }

@@ -4,7 +4,9 @@
 pub mod config;
 mod domains;
 pub mod keeper;
+mod served;
 
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
@@ -17,6 +19,7 @@ use crate::args::DaemonOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 use config::Configuration;
+use served::Guests;
 
 /// How often the configuration file is checked for changes.
 const CHECK_PERIOD: Duration = Duration::from_secs(1);
@@ -42,8 +45,12 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
     let keeper_socket = directories.runtime().join("keeper.sock");
     keeper::start(&keeper_socket)?;
     proxy.keeper = Some(keeper_socket);
-    let told = output.clone();
-    let observer = move |event: ProxyEvent| told.event(&event, || event.to_string());
+    let guests = Arc::new(Guests::new(directories));
+    let (told, of_observer) = (output.clone(), Arc::clone(&guests));
+    let observer = move |event: ProxyEvent| {
+        of_observer.hear(&event);
+        told.event(&event, || event.to_string());
+    };
     let proxy = Proxy::start(proxy, Box::new(observer)).map_err(|error| {
         let code = match &error {
             vmferry_proxy::ProxyError::Listen(_) => Code::Busy,
@@ -51,6 +58,8 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
         };
         Failure::of(code, error)
     })?;
+    let proxy = Arc::new(proxy);
+    guests.serve(&proxy);
     let (end, ended) = channel();
     crate::signals::on_end(move || {
         let _ = end.send(());
