@@ -94,7 +94,7 @@ const USUAL: Size = Size {
     disk_mib: 1024,
     uncapped_runs: 5,
     capped_runs: 3,
-    cuts: (11, 11),
+    cuts: (11, 6),
     yardstick_mib: [512, 64],
 };
 
