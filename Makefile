@@ -4,11 +4,11 @@ PROFILE ?= release
 VMFERRY := target/$(if $(filter release,$(PROFILE)),release,debug)/vmferry
 PROFILE_FLAG := $(if $(filter release,$(PROFILE)),--release,)
 
-.PHONY: help setup setup-tests build demo demo-qemu test test-all msrv crates lint model soak \
-	reliability fuzz bench package package-test clean
+.PHONY: help setup setup-tests build demo demo-qemu demo-libvirt test test-all msrv crates lint \
+	model soak reliability fuzz bench package package-test clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
 
 setup: ## Install the build dependencies (compiler, Rust)
 	@scripts/setup
@@ -23,6 +23,12 @@ demo-qemu: build ## Migrate a QEMU guest between two network namespaces (root); 
 	@scripts/setup-qemu
 	@. scripts/environment && $(CARGO) build --locked $(PROFILE_FLAG) --package vmferry-qemu-lab
 	@scripts/demo-qemu $(MODE)
+
+demo-libvirt: build ## Move a guest of libvirt between two hosts of this machine and back (root)
+	@scripts/setup-qemu
+	@scripts/setup-libvirt
+	@. scripts/environment && VMFERRY=$(abspath $(VMFERRY)) \
+		$(CARGO) run --locked --quiet $(PROFILE_FLAG) --package vmferry-libvirt-lab
 
 test test-all: export CARGO := $(CARGO)
 # Many tests mostly wait, so more of them run at once than there are processors.
