@@ -65,6 +65,9 @@ fn link_that_is_lost_for_good_does_not_resume_the_guest() {
     let shown = hosts.a.vmferry(&["--json", "status", "web"]);
     let status: serde_json::Value = serde_json::from_slice(&shown.stdout).unwrap();
     assert_eq!(status["migration"]["in_doubt"], true, "{status}");
+    let all = hosts.a.vmferry(&["--json", "status"]);
+    let all: serde_json::Value = serde_json::from_slice(&all.stdout).unwrap();
+    assert_eq!(all["guests"].as_array().unwrap().len(), 1, "{all}");
     kill_process(libvirtd, Signal::CONT).unwrap();
     hosts.b.libvirt.wait_for_state("web", Some("running"));
     source_waits_paused(&hosts);

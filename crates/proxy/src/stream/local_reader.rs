@@ -98,6 +98,10 @@ impl LocalReader {
             if full || taken > 0 && !self.more_comes()? {
                 break false;
             }
+            // A blocked `read` of a Unix socket also wakes when the other direction is drained.
+            if !self.waker.wait(&self.socket)? {
+                continue;
+            }
             match self.socket.read(&mut buffer[filled..]) {
                 Ok(0) => {
                     taken = filled;

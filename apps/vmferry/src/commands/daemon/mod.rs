@@ -42,7 +42,8 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
     let directories = prepared_directories()?;
     let mut proxy = proxy;
     proxy.journals = directories.journals();
-    let keeper_socket = directories.runtime().join("keeper.sock");
+    // Without the ending of guests' control sockets.
+    let keeper_socket = directories.runtime().join("keeper");
     keeper::start(&keeper_socket)?;
     proxy.keeper = Some(keeper_socket);
     let guests = Arc::new(Guests::new(directories));
