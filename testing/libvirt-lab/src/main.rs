@@ -40,14 +40,14 @@ fn main() {
     println!("Certificates, a policy, and a daemon on each host ...");
     let pki = path.join("pki");
     let pki = pki.to_str().expect("the path is text");
-    run(Command::new(&vmferry).args(["pki", "init", "--dir", pki]));
+    run(Command::new(&vmferry).args(["pki", "init", "--dir", pki]).stdout(Stdio::null()));
     let policy = "[[allow]]\nsource = \"spiffe://vmferry/host/host-*\"\nguests = [\"*\"]\n";
     std::fs::write(path.join("policy.toml"), policy).expect("the policy can be written");
     let addresses = [(&a, SOURCE_ADDRESS), (&b, DESTINATION_ADDRESS)];
     for (host, address) in addresses {
         let mut issue = Command::new(&vmferry);
         issue.args(["pki", "issue", host.name(), "--dir", pki, "--address", &address.to_string()]);
-        run(issue.arg("--out").arg(path.join(host.name())));
+        run(issue.arg("--out").arg(path.join(host.name())).stdout(Stdio::null()));
     }
     let _daemons = [
         daemon(&vmferry, path, (&a, SOURCE_ADDRESS), (&b, DESTINATION_ADDRESS)),
@@ -58,7 +58,7 @@ fn main() {
     let shared = Disk::shared(path, "shared.raw", 16, ImageFormat::Raw);
     let own = a.create_disk("own.qcow2", 16, ImageFormat::Qcow2);
     b.create_disk("own.qcow2", 16, ImageFormat::Qcow2);
-    let guest = Domain::linux("web", "static=48 dirty=16 rest=2000");
+    let guest = Domain::linux("web", "static=24 dirty=8 rest=20000");
     a.create(&guest.with_disk(shared).with_disk(own));
     a.check_guest("web");
 
