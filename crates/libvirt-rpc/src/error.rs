@@ -164,8 +164,8 @@ pub enum RpcError {
     },
     /// A tunnelled migration, which sends the guest's memory through this connection.
     #[error(
-        "a tunnelled migration cannot pass through vmferry: leave out --tunnelled, and name Unix \
-        sockets with --migrateuri"
+        "a tunnelled migration cannot pass through vmferry: migrate without tunnelling, and name a \
+        Unix socket in `migrate_uri`"
     )]
     Tunnelled,
     /// A Finish for a guest without a Prepare on this connection.

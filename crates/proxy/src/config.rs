@@ -23,8 +23,8 @@ pub struct ProxyConfig {
     pub peers: Vec<Peer>,
     /// Connections that are forwarded as they are.
     pub forwards: Vec<Forward>,
-    /// Each peer has a directory in this one, which QEMU's user must be able to enter. The command's
-    /// default is `/run/vmferry-peers`, because `/run/vmferry` is closed to other users.
+    /// Each peer has a directory in this one, which QEMU's user must be able to enter. The default
+    /// of the command is `/run/vmferry-peers`, because `/run/vmferry` is closed to other users.
     pub directory: PathBuf,
     /// libvirt's socket on this host. Default `/run/libvirt/libvirt-sock`.
     pub libvirt: PathBuf,

@@ -98,7 +98,7 @@ pub enum ProxyEvent {
         /// Which side this host is.
         side: Side,
     },
-    /// libvirt's Finish is about to pass: the destination's libvirt runs the guest, or says why not.
+    /// libvirt's Finish is about to pass: the destination's libvirt runs the guest, or fails.
     Finishing {
         /// The guest's name.
         guest: String,

@@ -2,7 +2,7 @@
 //! others that a rule names.
 //!
 //! ```text
-//!  libvirt, QEMU -> socket -> Proxy  == a link for each stream ==>  Proxy -> socket -> libvirt, QEMU
+//!  libvirt, QEMU -> socket -> Proxy == a link for each stream ==> Proxy -> socket -> libvirt, QEMU
 //! ```
 //! * A stream outlives its links. When one breaks, another is dialed and the bytes that had not
 //!   arrived are sent again; the programs at both ends see a pause. See [`stream`].

@@ -25,8 +25,8 @@ use crate::outgoing::Outgoing;
 use crate::packing::{Pacer, Packer};
 use crate::stream::{LocalReader, LocalWriter, Output, Stream, StreamFailure, Tap, Waker};
 
-/// The most streams at once. Each has up to 64 MiB of frames on this host, and up to 256 MiB of kept
-/// pages if it is a guest's memory.
+/// The most streams at once. Each has up to 64 MiB of frames on this host, and up to 256 MiB of
+/// kept pages if it is a guest's memory.
 const MAX_STREAMS: usize = 512;
 
 /// A running proxy. Dropping it ends all streams.

@@ -107,6 +107,6 @@ fn migration_without_unix_sockets_is_refused_with_advice() {
     let uri = "qemu+unix:///system?socket=/run/vmferry-peers/host-b/libvirt";
     let moved = hosts.a.libvirt.virsh(&["migrate", "--live", "--p2p", "web", uri]);
     let said = String::from_utf8_lossy(&moved.stderr).into_owned();
-    assert!(!moved.status.success() && said.contains("--migrateuri"), "{said}");
+    assert!(!moved.status.success() && said.contains("`migrate_uri`"), "{said}");
     hosts.a.libvirt.check_guest("web");
 }

@@ -53,7 +53,7 @@ pub enum DestinationAction {
 pub type DestinationStep = FinishStep<DestinationFinish, DestinationAction>;
 
 impl DestinationFinish {
-    /// A Finish was received, and is to be passed to libvirt.
+    /// A Finish was received. Decides whether it may be passed to libvirt.
     ///
     /// # Errors
     /// [`FinishError::SecondFinish`].

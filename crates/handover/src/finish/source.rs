@@ -31,7 +31,7 @@ pub enum SourceAction {
 pub type SourceStep = FinishStep<SourceFinish, SourceAction>;
 
 impl SourceFinish {
-    /// The Finish of the source's libvirt was received, and is to be sent.
+    /// The Finish of the source's libvirt was received. The step sends it.
     ///
     /// # Errors
     /// [`FinishError::SecondFinish`].

@@ -7,7 +7,7 @@
 //! answers libvirt's keep-alive messages. The next daemon takes the connections over.
 //!
 //! ```text
-//!  daemon -> keeper     HOLD session, serial, descriptor | DROP session | TAKE
+//!  daemon -> keeper     HOLD session, serial, descriptor | DROP session | TAKE | CHECK
 //!  keeper -> daemon     DONE | for each connection HELD session, serial, descriptor, then DONE
 //! ```
 //! Each message is one packet of a `SOCK_SEQPACKET` connection.
@@ -36,6 +36,7 @@ const DROP: u8 = 2;
 const TAKE: u8 = 3;
 const DONE: u8 = 4;
 const HELD: u8 = 5;
+const CHECK: u8 = 6;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Message {

@@ -14,7 +14,7 @@ use rustix::net::{
 use vmferry_handover::SessionId;
 use vmferry_libvirt_rpc::{CallGate, Passed};
 
-use super::{DONE, DROP, HELD, HOLD, Message, TAKE, receive, send};
+use super::{CHECK, DONE, DROP, HELD, HOLD, Message, TAKE, receive, send};
 
 /// A keeper without connections and without a daemon ends after this time.
 const IDLE: Duration = Duration::from_secs(10);
@@ -108,6 +108,7 @@ impl Server {
                 self.held.insert(message.session, held);
             }
             (DROP, _) => drop(self.held.remove(&message.session)),
+            (CHECK, _) => {}
             (TAKE, _) => {
                 for (&session, held) in &self.held {
                     let message = Message { kind: HELD, session, serial: held.serial };
@@ -128,7 +129,7 @@ impl Server {
         let goes_on = match held.socket.read(&mut bytes) {
             Ok(0) => false,
             Ok(read) => {
-                // Calls other than keep-alive messages wait for nobody: libvirt calls one at a time.
+                // libvirt makes no other call while it waits for its Finish.
                 let understood = held.gate.push(&bytes[..read], &mut passed).is_ok();
                 understood && held.socket.write_all(&passed.pongs).is_ok()
             }

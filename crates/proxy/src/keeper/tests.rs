@@ -79,3 +79,22 @@ fn second_keeper_is_refused() {
     let second = serve(&path, || panic!("it listens"));
     assert_eq!(second.unwrap_err().kind(), io::ErrorKind::AddrInUse);
 }
+
+#[test]
+fn daemon_beside_another_takes_its_place_only_for_a_moment() {
+    let (_directory, path) = start();
+    let (mut libvirt, ours) = UnixStream::pair().unwrap();
+    let keeper = Keeper::connect(&path).unwrap();
+    keeper.hold(SessionId([1; 16]), 1, &ours).unwrap();
+    let second = Keeper::connect(&path).unwrap();
+    second.check().unwrap();
+    drop(second);
+    keeper.check().unwrap();
+    keeper.hold(SessionId([2; 16]), 2, &ours).unwrap();
+    assert_eq!(keeper.take().unwrap().len(), 2);
+    drop((keeper, ours));
+    libvirt.write_all(&keep_alive(1)).unwrap();
+    let mut answer = [0; 28];
+    libvirt.read_exact(&mut answer).unwrap();
+    assert_eq!(answer[..], keep_alive(2)[..]);
+}

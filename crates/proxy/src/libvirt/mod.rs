@@ -164,8 +164,7 @@ fn files_of(call: &PrepareCall, directory: &Path) -> Result<Vec<String>, String>
     let example = directory.join(&call.guest.name);
     let Some(migrate) = &call.migrate_uri else {
         return Err(format!(
-            "the migration has no URI for memory, so libvirt would use a TCP port: add \
-             `--migrateuri unix://{}`",
+            "the migration has no `migrate_uri`, so libvirt would use a TCP port: set it to unix://{}",
             example.display()
         ));
     };
@@ -180,8 +179,8 @@ fn files_of(call: &PrepareCall, directory: &Path) -> Result<Vec<String>, String>
         || call.flags.contains(MigrateFlags::NON_SHARED_INC)
     {
         return Err(format!(
-            "the migration copies disks and has no URI for them, so libvirt would use a TCP port: \
-             add `--disks-uri unix://{}.disks`",
+            "the migration copies disks and has no `disks_uri`, so libvirt would use a TCP port: set \
+             it to unix://{}.disks",
             example.display()
         ));
     }

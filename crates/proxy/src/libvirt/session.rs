@@ -101,6 +101,17 @@ impl Session {
     pub fn begin(&self, guest: &Guest) -> Result<(), String> {
         let Some(shared) = self.shared.upgrade() else { return Err("the daemon ends".into()) };
         let journals = &shared.config().journals;
+        if self.side == Side::Opener
+            && let Some(keeper) = &shared.keeper
+        {
+            // The Finish could not be sent without it, after all memory had been copied.
+            keeper.check().map_err(|error| {
+                format!(
+                    "the process that keeps connections does not answer, so the daemon must be \
+                     started again: {error}"
+                )
+            })?;
+        }
         let begun = match &mut *self.part.lock() {
             Part::Source { ledger: Some(_), .. } => {
                 return Err("one connection moves one guest: connect again".into());

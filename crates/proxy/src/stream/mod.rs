@@ -124,7 +124,7 @@ struct State {
 
 impl Stream {
     /// A stream for a local socket, without a link. While `is_sheltered` is set, the local program
-    /// does not see its socket closed when the stream fails: the setter of the flag has a duplicate.
+    /// does not see its socket closed when the stream fails: the flag's owner has a duplicate.
     ///
     /// # Errors
     /// The socket can't be duplicated.
