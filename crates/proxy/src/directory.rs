@@ -17,6 +17,9 @@ use rustix::fs::{FileType, Mode, OFlags};
 use crate::config::{Owner, is_plain_name};
 use crate::error::ProxyError;
 
+/// The most directories of peers and of names that peers have for this host.
+const MAX_DIRECTORIES: usize = 1024;
+
 /// Who may connect to a socket that the daemon makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
@@ -76,6 +79,12 @@ pub fn make_outgoing(base: &Path, name: &str) -> Result<PathBuf, ProxyError> {
 /// # Errors
 /// As [`make_outgoing`].
 pub fn make_incoming(base: &Path, name: &str, qemu: Owner) -> Result<PathBuf, ProxyError> {
+    let failed = |problem| ProxyError::Directory { path: base.to_owned(), problem };
+    // The name is the peer's choice, and directories are never removed.
+    let found = fs::read_dir(base).map_err(|error| failed(error.to_string()))?.count();
+    if found >= MAX_DIRECTORIES && fs::symlink_metadata(base.join(name)).is_err() {
+        return Err(failed(format!("it has {found} directories already")));
+    }
     make(base, name, qemu, 0o700)
 }
 
@@ -252,6 +261,17 @@ mod tests {
         let made = make_outgoing(base.path(), "host-b");
         assert!(matches!(made, Err(ProxyError::Directory { .. })), "{made:?}");
         assert!(matches!(make_outgoing(base.path(), "../x"), Err(ProxyError::Name { .. })));
+    }
+
+    #[test]
+    fn peer_cannot_make_directories_without_end() {
+        let base = tempfile::tempdir().unwrap();
+        for number in 0..MAX_DIRECTORIES {
+            make_incoming(base.path(), &number.to_string(), own()).unwrap();
+        }
+        let more = make_incoming(base.path(), "more", own());
+        assert!(matches!(more, Err(ProxyError::Directory { .. })), "{more:?}");
+        make_incoming(base.path(), "7", own()).unwrap();
     }
 
     #[test]

@@ -93,18 +93,16 @@ impl Unanswered {
             }
             _ => None,
         };
-        let mut is_open = true;
+        let (mut is_open, mut is_told) = (true, false);
         while answer.is_none() {
             // When the daemon ends, the keeper has the connection.
             let Some(shared) = shared.upgrade() else { return };
             if !is_open {
                 std::thread::sleep(ASK_PERIOD);
             } else if !self.attend(&mut heard, ASK_PERIOD) {
-                // A restarted libvirt leaves its guest paused. An operator needs the word.
+                // A restarted libvirt leaves its guest paused. An operator needs the word, and the
+                // guest stays in doubt until it comes.
                 is_open = false;
-                let error = "libvirt of this host has closed its connection: the guest is paused \
-                             here, and may run at the other host";
-                shared.tell(self.event(Some(error.to_owned())));
             }
             let decided = decision.0.lock().take();
             let stepped = match decided {
@@ -119,7 +117,11 @@ impl Unanswered {
                 Ok(_) | Err(LedgerError::Finish(_)) => {}
                 // The record may be on disk. The next daemon reads it.
                 Err(LedgerError::Journal(error)) => {
-                    shared.tell(self.event(Some(vmferry::chain(&error))));
+                    if !std::mem::replace(&mut is_told, true) {
+                        let wanted = format!("journal the word about session {}", self.session);
+                        let (peer, reason) = ("this daemon".into(), vmferry::chain(&error));
+                        shared.tell(ProxyEvent::Refused { peer, wanted, reason });
+                    }
                     std::thread::sleep(ASK_PERIOD);
                 }
             }
