@@ -38,6 +38,10 @@ pub enum Address {
     Fd(Vec<RawFd>),
     /// `unix:PATH`: a Unix socket. The permissions of its directory protect it.
     Unix(PathBuf),
+    /// `passed:PATH`: sockets that another process of this host has accepted and passes on, over
+    /// the Unix socket that a listener makes at this path. There is TLS on them if the listener has
+    /// an identity. It can't be dialed.
+    Passed(PathBuf),
 }
 
 /// How data is sent over gRPC, in both directions of a channel.
@@ -67,10 +71,11 @@ impl FromStr for Address {
         let bad = |reason| AddressError { text: text.to_owned(), reason };
         let (scheme, rest) = text.split_once(':').ok_or(bad("no scheme"))?;
         let rest = rest.strip_prefix("//").unwrap_or(rest);
-        if scheme == "unix" {
+        if let "unix" | "passed" = scheme {
             // `sun_path` has 108 bytes, including a final zero.
             return match rest.len() {
                 0 => Err(bad("no path")),
+                1..108 if scheme == "passed" => Ok(Self::Passed(rest.into())),
                 1..108 => Ok(Self::Unix(rest.into())),
                 _ => Err(bad("the path is longer than 107 bytes")),
             };
@@ -116,6 +121,7 @@ impl fmt::Display for Address {
             Self::Grpc { host, port, mode: GrpcMode::Streamed } => ("grpc", host, port),
             Self::Grpc { host, port, mode: GrpcMode::Acknowledged } => ("grpc-ack", host, port),
             Self::Unix(path) => return write!(f, "unix:{}", path.display()),
+            Self::Passed(path) => return write!(f, "passed:{}", path.display()),
             Self::Fd(numbers) => {
                 let numbers = numbers.iter().map(RawFd::to_string).collect::<Vec<_>>();
                 return write!(f, "fd:{}", numbers.join(","));
@@ -140,6 +146,7 @@ mod tests {
             "tcp:192.0.2.1:1",
             "tls:[::1]:65535",
             "unix:/run/x.sock",
+            "passed:/run/x.sock",
             "grpc:h:1",
             "grpc-ack:[::1]:2",
             "fd:3",

@@ -19,6 +19,7 @@ use crate::identity::{ALPN, TlsIdentity};
 use crate::plain::Plain;
 use crate::recording::Recorder;
 use crate::stream::Stream;
+use crate::ticket::Ticket;
 #[cfg(feature = "grpc")]
 use crate::tls::peer_of;
 use crate::tls::{Tls, TlsSession};
@@ -68,6 +69,8 @@ pub struct Dialer {
     pub known_addresses: Vec<IpAddr>,
     /// Records the content of the channels. Default none.
     pub recorder: Option<Recorder>,
+    /// Which receiver the channels are for, if several are behind one TCP port. Default none.
+    pub ticket: Option<Ticket>,
     /// The sockets of `fd:`.
     given: GivenSockets,
 }
@@ -88,6 +91,7 @@ impl Dialer {
             connect_timeout: Duration::from_secs(10),
             known_addresses: Vec::new(),
             recorder: None,
+            ticket: None,
             given,
         }
     }
@@ -112,7 +116,7 @@ impl Dialer {
     fn reach(&self) -> Result<Channel, TransportError> {
         let name = self.address.to_string();
         if let Some(expected) = &self.destination_id
-            && matches!(self.address, Address::Unix(_) | Address::Fd(_) | Address::Tcp { .. })
+            && !matches!(self.address, Address::Tls { .. } | Address::Grpc { .. })
         {
             return Err(TransportError::IdentityMismatch {
                 peer: name,
@@ -137,6 +141,10 @@ impl Dialer {
                 }
                 None => Err(TransportError::NoDescriptorLeft { address: name }),
             },
+            Address::Passed(_) => {
+                let source = std::io::ErrorKind::Unsupported.into();
+                Err(TransportError::Connect { address: name, source })
+            }
             Address::Tcp { host, port } => {
                 let stream = self.tcp(host, *port, &name)?;
                 Ok(Channel::new(Plain(stream), PeerIdentity::anonymous(name)))
@@ -201,7 +209,12 @@ impl Dialer {
             if left.is_zero() {
                 break;
             }
-            match TcpStream::connect_timeout(&address, left).and_then(Stream::of_tcp) {
+            let connected = TcpStream::connect_timeout(&address, left).and_then(Stream::of_tcp);
+            let begun = connected.and_then(|stream| match self.ticket {
+                Some(ticket) => ticket.send(&stream).map(|()| stream),
+                None => Ok(stream),
+            });
+            match begun {
                 Ok(stream) => return Ok(Arc::new(stream)),
                 Err(error) => failure = error,
             }
@@ -224,7 +237,7 @@ impl Address {
                 let found = resolve(host, *port, &self.to_string())?;
                 Ok(without_scopes(&found))
             }
-            Self::Unix(_) | Self::Fd(_) => Ok(Vec::new()),
+            Self::Unix(_) | Self::Passed(_) | Self::Fd(_) => Ok(Vec::new()),
         }
     }
 }

@@ -162,6 +162,13 @@ pub fn connected_socket(number: RawFd) -> Result<OwnedFd, TransportError> {
 }
 
 /// The descriptor as a stream, if it is a connected stream socket.
+///
+/// # Errors
+/// [`TransportError::Descriptor`].
+pub(crate) fn connected(descriptor: OwnedFd) -> Result<Stream, TransportError> {
+    checked(descriptor.as_raw_fd(), descriptor)
+}
+
 fn checked(number: RawFd, descriptor: OwnedFd) -> Result<Stream, TransportError> {
     let family = check(number, &descriptor)?;
     let unusable = |error| TransportError::Descriptor {

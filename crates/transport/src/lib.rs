@@ -22,12 +22,14 @@ mod grpc;
 mod handshake;
 mod identity;
 mod listen;
+mod passed;
 pub mod pki;
 mod plain;
 mod rate;
 mod recording;
 mod secret;
 mod stream;
+mod ticket;
 mod tls;
 mod transport;
 mod unix;
@@ -47,10 +49,12 @@ pub use identity::{
     validity_of,
 };
 pub use listen::{Listener, ListenerCloser, Pending};
+pub use passed::pass_socket;
 pub use rate::RateLimiter;
 pub use recording::{
     Direction, RECORDING_HEADER_BYTES, RECORDING_MAGIC, Recorder, RecordingHeader, RecordingSide,
     finish_recordings,
 };
+pub use ticket::{TICKET_BYTES, Ticket};
 pub use transport::{Close, Receive, Transmit, Transport};
 pub use unix::{SocketFile, connect as connect_unix, listen as listen_unix};

@@ -21,6 +21,7 @@ use crate::given::GivenSockets;
 use crate::grpc;
 use crate::handshake::shake_hands;
 use crate::identity::{ALPN, TlsIdentity};
+use crate::passed::PassedSockets;
 use crate::plain::Plain;
 use crate::recording::Recorder;
 use crate::stream::Stream;
@@ -75,6 +76,8 @@ enum Incoming {
     Listening(Socket),
     /// Sockets that are already connected.
     Given(GivenSockets),
+    /// Sockets that another process accepts.
+    Passed(PassedSockets),
 }
 
 impl Listener {
@@ -101,9 +104,14 @@ impl Listener {
             Address::Grpc { .. } => {
                 Some((InnerProtocol::Grpc, tls.ok_or(TransportError::NoIdentity)?))
             }
+            Address::Passed(_) => tls.map(|tls| (InnerProtocol::Tls, tls)),
             _ => None,
         };
         let (incoming, bound) = match address {
+            Address::Passed(path) => {
+                let sockets = PassedSockets::listen(path).map_err(failed)?;
+                (Incoming::Passed(sockets), address.clone())
+            }
             Address::Fd(numbers) => {
                 let sockets = GivenSockets::numbered(numbers);
                 sockets.open()?;
@@ -179,22 +187,24 @@ impl Listener {
     /// The operating system's error, such as too many open files. The listener stays usable.
     pub fn accept(&self) -> Result<Option<Pending>, TransportError> {
         let failed = |source| TransportError::Listen { address: self.address.to_string(), source };
-        let socket = match &self.incoming {
-            Incoming::Listening(socket) => socket,
-            Incoming::Given(sockets) => {
-                let given = sockets.next_speaking(&self.closed).map_err(failed)?;
-                return Ok(given.map(|(number, stream)| Pending {
-                    stream: Arc::new(stream),
-                    peer: format!("the peer on descriptor {number}"),
-                    tls: None,
-                    recorder: self.recorder.clone(),
-                }));
-            }
-        };
+        let (socket, accept): (BorrowedFd<'_>, &dyn Fn() -> io::Result<Stream>) =
+            match &self.incoming {
+                Incoming::Listening(socket) => (socket.as_fd(), &|| socket.accept()),
+                Incoming::Passed(sockets) => (sockets.as_fd(), &|| sockets.accept()),
+                Incoming::Given(sockets) => {
+                    let given = sockets.next_speaking(&self.closed).map_err(failed)?;
+                    return Ok(given.map(|(number, stream)| Pending {
+                        stream: Arc::new(stream),
+                        peer: format!("the peer on descriptor {number}"),
+                        tls: None,
+                        recorder: self.recorder.clone(),
+                    }));
+                }
+            };
         loop {
             let mut ready = [
                 PollFd::new(&self.closed, PollFlags::IN),
-                PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN),
+                PollFd::from_borrowed_fd(socket, PollFlags::IN),
             ];
             match poll(&mut ready, None) {
                 Ok(_) => {}
@@ -204,7 +214,7 @@ impl Listener {
             if !ready[0].revents().is_empty() {
                 return Ok(None);
             }
-            match socket.accept() {
+            match accept() {
                 Ok(stream) => {
                     let peer = stream.peer_name();
                     let stream = Arc::new(stream);
@@ -288,6 +298,10 @@ impl AsFd for Pending {
 }
 
 impl Pending {
+    pub(crate) fn stream(&self) -> &Arc<Stream> {
+        &self.stream
+    }
+
     /// The peer's address, for people.
     #[must_use]
     pub fn peer_address(&self) -> String {
