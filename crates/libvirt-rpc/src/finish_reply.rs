@@ -3,7 +3,7 @@
 use crate::calls::FinishCall;
 use crate::header::{HEADER_BYTES, PacketHeader, PacketKind, PacketStatus};
 use crate::procedures::{REMOTE_PROGRAM, REMOTE_VERSION, procedure};
-use crate::refusal::{error_reply, refusal};
+use crate::refusal::{denial, error_reply};
 use crate::xdr::{put_string, put_u32};
 
 /// `VIR_ERR_MIGRATE_FINISH_OK` in `include/libvirt/virterror.h`.
@@ -31,7 +31,8 @@ const UNKNOWN_ID: i32 = -1;
 /// - `Ok` to a canceled Finish, which has removed the guest, is the error
 ///   `VIR_ERR_MIGRATE_FINISH_OK`, as in `qemuMigrationDstFinish`. A domain would make the source's
 ///   libvirt remove the only guest.
-/// - `Err` is an error with this message, in the form of a [`refusal`].
+/// - `Err` is an error with this message, in the form of a [`refusal`](crate::refusal()) without its
+///   prefix.
 #[must_use]
 pub fn finish_reply(call: &FinishCall, result: Result<(), &str>) -> Vec<u8> {
     let header = PacketHeader {
@@ -58,7 +59,7 @@ pub fn finish_reply(call: &FinishCall, result: Result<(), &str>) -> Vec<u8> {
             let header = PacketHeader { bytes: header.bytes + payload.len() as u32, ..header };
             [&header.encode()[..], &payload].concat()
         }
-        Err(message) => refusal(&header, message),
+        Err(message) => denial(&header, message),
     }
 }
 

@@ -151,7 +151,7 @@ impl Policy for Gating<'_> {
 fn on_call(header: &PacketHeader) -> Result<Handling, String> {
     let &PacketHeader { program, version, procedure, status, .. } = header;
     if status != PacketStatus::Ok {
-        return Err(format!("vmferry refused a call with the status {status:?}"));
+        return Err(format!("the call has the status {status:?}"));
     }
     let row = if (program, version) == (REMOTE_PROGRAM, REMOTE_VERSION) {
         allowed(procedure)
@@ -160,14 +160,13 @@ fn on_call(header: &PacketHeader) -> Result<Handling, String> {
     };
     let Some(row) = row else {
         return Err(format!(
-            "vmferry refused procedure {procedure} of libvirt's program {program:#x} version \
-            {version}: only peer-to-peer migrations may use this connection"
+            "procedure {procedure} of libvirt's program {program:#x} version {version} is not one of \
+             a peer-to-peer migration"
         ));
     };
     let bytes = header.payload_bytes();
     if bytes > row.max_bytes {
-        let error = RpcError::TooLarge { call: row.name, bytes, limit: row.max_bytes };
-        return Err(format!("vmferry refused a call: {error}"));
+        return Err(RpcError::TooLarge { call: row.name, bytes, limit: row.max_bytes }.to_string());
     }
     Ok(match row.reading {
         Reading::Header => Handling::Stream,
@@ -199,7 +198,7 @@ impl Decisions {
 }
 
 fn refused(call: &'static str) -> impl Fn(RpcError) -> String {
-    move |error| format!("vmferry refused the migration's {call}: {error}")
+    move |error| format!("the migration's {call}: {error}")
 }
 
 #[cfg(test)]

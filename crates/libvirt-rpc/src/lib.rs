@@ -63,6 +63,6 @@ pub use procedures::{
     ALLOWED_PROCEDURES, AllowedProcedure, KEEPALIVE_PROGRAM, KEEPALIVE_VERSION, MAX_BUFFERED_BYTES,
     REMOTE_PROGRAM, REMOTE_VERSION, Reading, procedure,
 };
-pub use refusal::{MAX_MESSAGE_TEXT_BYTES, RemoteError, refusal};
+pub use refusal::{MAX_MESSAGE_TEXT_BYTES, REFUSED, RemoteError, refusal};
 pub use replies::{FinishReply, Heard, MAX_REPLY_BYTES, PrepareReply, Reply, ReplyWatch};
 pub use socket_uri::{MAX_SOCKET_PATH_BYTES, SocketUri};

@@ -5,6 +5,10 @@ use crate::header::{HEADER_BYTES, PacketHeader, PacketKind, PacketStatus};
 use crate::params::MAX_STRING_BYTES;
 use crate::xdr::{Reader, put_string, put_u32};
 
+/// What the message of every refusal begins with, so that a client can tell it from libvirt's own
+/// errors.
+pub const REFUSED: &str = "vmferry refused: ";
+
 /// The longest message of a refusal. Longer ones are cut.
 pub const MAX_MESSAGE_TEXT_BYTES: usize = 2 << 10;
 
@@ -20,10 +24,15 @@ const LEVEL_ERROR: u32 = 2;
 
 /// The reply that refuses a call: `virNetMessageError` of `src/rpc/virnetprotocol.x`, in the form
 /// that `virNetServerProgramSendReplyError` in `src/rpc/virnetserverprogram.c` sends. The calling
-/// libvirt shows the message as it is. Control characters become spaces, and a message longer than
-/// [`MAX_MESSAGE_TEXT_BYTES`] is cut.
+/// libvirt shows the message as it is, which is `reason` after [`REFUSED`]. Control characters
+/// become spaces, and a message longer than [`MAX_MESSAGE_TEXT_BYTES`] is cut.
 #[must_use]
-pub fn refusal(header: &PacketHeader, message: &str) -> Vec<u8> {
+pub fn refusal(header: &PacketHeader, reason: &str) -> Vec<u8> {
+    denial(header, &format!("{REFUSED}{reason}"))
+}
+
+/// The same with any message.
+pub(crate) fn denial(header: &PacketHeader, message: &str) -> Vec<u8> {
     error_reply(header, OPERATION_DENIED, FROM_RPC, message)
 }
 
@@ -93,7 +102,7 @@ mod tests {
     #[test]
     fn refusal_has_golden_bytes() {
         let words = [
-            28 + 13 * 4,
+            28 + 17 * 4,
             0x2000_8086,
             1,
             11,
@@ -105,8 +114,12 @@ mod tests {
             29,
             7,
             1,
-            2,
-            u32::from_be_bytes(*b"no\0\0"),
+            19,
+            u32::from_be_bytes(*b"vmfe"),
+            u32::from_be_bytes(*b"rry "),
+            u32::from_be_bytes(*b"refu"),
+            u32::from_be_bytes(*b"sed:"),
+            u32::from_be_bytes(*b" no\0"),
             2,
             0,
             0,
@@ -135,7 +148,10 @@ mod tests {
         assert_eq!(reader.i32("domain"), Ok(7));
         assert_eq!(reader.flag("message"), Ok(true));
         let text = reader.string(MAX_STRING_BYTES, "message").unwrap();
-        assert!(text.starts_with("a b éé") && text.len() <= MAX_MESSAGE_TEXT_BYTES, "{text}");
+        assert!(
+            text.starts_with("vmferry refused: a b éé") && text.len() <= MAX_MESSAGE_TEXT_BYTES,
+            "{text}"
+        );
         assert_eq!(reader.i32("level"), Ok(2));
         for field in ["dom", "str1", "str2", "str3"] {
             assert_eq!(reader.flag(field), Ok(false));

@@ -180,7 +180,8 @@ fn remote_error(payload: &[u8]) -> RemoteError {
 mod tests {
     use super::*;
     use crate::packets::{KEEPALIVE, REMOTE, finish, packet, ping, pong, prepare, reply};
-    use crate::{CallGate, Passed, refusal};
+    use crate::refusal::denial;
+    use crate::{CallGate, Passed};
 
     fn calls() -> Vec<Call> {
         let (mut gate, mut out) = (CallGate::new(Box::new(|_| Ok(()))), Passed::default());
@@ -191,7 +192,7 @@ mod tests {
     fn error(procedure: u32, serial: u32, message: &str) -> Vec<u8> {
         let call = reply(procedure, serial, 0, &[]);
         let header = PacketHeader::parse(call.first_chunk().unwrap()).unwrap();
-        refusal(&header, message)
+        denial(&header, message)
     }
 
     #[test]

@@ -52,7 +52,7 @@ fn destination_does_not_rely_on_the_sources_gate() {
     for procedure in [273, 12, 8, 10, 212] {
         let reply = link.call(procedure, &[0; 16]);
         let said = String::from_utf8_lossy(&reply).into_owned();
-        assert!(said.contains("vmferry refused procedure"), "{procedure}: {said}");
+        assert!(said.contains("vmferry refused: procedure"), "{procedure}: {said}");
     }
     let wanted = |event: &serde_json::Value| event["wanted"] == "call procedure 12 of libvirt";
     hosts.b.daemon().wait_for("logs a refusal", wanted);
