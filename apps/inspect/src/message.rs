@@ -70,6 +70,7 @@ pub fn reply(reply: &HelloReply) -> Value {
         HelloStatus::BadLane => "bad-lane".to_owned(),
         HelloStatus::Refused => "refused".to_owned(),
         HelloStatus::TooLate => "too-late".to_owned(),
+        HelloStatus::NoReceiver => "no-receiver".to_owned(),
         HelloStatus::Other(number) => format!("status {number}"),
     };
     json!({

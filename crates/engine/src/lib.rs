@@ -49,6 +49,7 @@ pub mod source {
 
 /// The host that the guest goes to.
 pub mod destination {
+    pub use crate::driver::destination::absent::answer_without_receiver;
     pub use crate::driver::destination::notice::Notice;
     pub use crate::driver::destination::receive::{Owned, Received, Stop, Witness, receive};
     pub use crate::machine::destination::io::Report;

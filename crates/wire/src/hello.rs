@@ -158,6 +158,8 @@ pub enum HelloStatus {
     Refused,
     /// 6: the session has passed the point up to which its link can be reestablished.
     TooLate,
+    /// 7: there is no receiver for the connection's ticket.
+    NoReceiver,
     /// A status of a newer release.
     Other(u8),
 }
@@ -172,6 +174,7 @@ impl From<u8> for HelloStatus {
             4 => Self::BadLane,
             5 => Self::Refused,
             6 => Self::TooLate,
+            7 => Self::NoReceiver,
             other => Self::Other(other),
         }
     }
@@ -187,6 +190,7 @@ impl From<HelloStatus> for u8 {
             HelloStatus::BadLane => 4,
             HelloStatus::Refused => 5,
             HelloStatus::TooLate => 6,
+            HelloStatus::NoReceiver => 7,
             HelloStatus::Other(other) => other,
         }
     }

@@ -1,6 +1,7 @@
 //! The destination's driver: listening (`reception`, `arrivals`), and consecutive sessions, each of
 //! which carries out its machine's actions.
 
+pub(crate) mod absent;
 mod arrivals;
 pub(crate) mod notice;
 pub(crate) mod receive;

@@ -99,6 +99,10 @@ pub fn greet(
         HelloStatus::Refused => {
             (ReasonCode::Unauthorized, "it does not serve this kind of channel".to_owned())
         }
+        HelloStatus::NoReceiver => (
+            ReasonCode::TimedOut,
+            "its receiver for this guest has ended: see what its daemon says".to_owned(),
+        ),
         HelloStatus::Other(status) => {
             (ReasonCode::Other(status.into()), format!("status {status} of a newer release"))
         }

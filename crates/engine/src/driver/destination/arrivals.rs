@@ -6,7 +6,7 @@ use std::time::Duration;
 use crossbeam_channel::Sender;
 use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter, PeerIdentity, Pending};
 use vmferry_wire::{
-    ControlMessage, HelloStatus, Reason, ReasonCode, Release, Role, SessionId, Token,
+    ControlMessage, HelloStatus, Reason, ReasonCode, Release, Role, SessionId, SessionWord, Token,
 };
 
 use super::notice::Notice;
@@ -259,14 +259,26 @@ pub fn give_word(
     session: SessionId,
     connection: Connection,
 ) -> Result<(), MigrateError> {
+    let word = word_for(directory, session, &connection.peer)?;
+    connection.give_back(LastWords::Answer(ControlMessage::Answer { session, word }));
+    Ok(())
+}
+
+/// The word about an inactive session for this peer.
+///
+/// # Errors
+/// The session is another host's, or its journal can't be read or written.
+pub fn word_for(
+    directory: &std::path::Path,
+    session: SessionId,
+    peer: &PeerIdentity,
+) -> Result<SessionWord, MigrateError> {
     let source = vmferry_handover::journal::source_of(directory, session)?;
-    if source.is_some() && source.as_ref() != connection.peer.names.first() {
+    if source.is_some() && source.as_ref() != peer.names.first() {
         // An answer may turn an open session into ABORTED, so only its source may ask.
-        let text = format!("session {session} is not one of {}", connection.peer);
+        let text = format!("session {session} is not one of {peer}");
         let reason = Reason::new(ReasonCode::Unauthorized, &text);
         return Err(MigrateError::Refused { peer: "destination", reason });
     }
-    let word = vmferry_handover::journal::recovered_word(directory, session)?;
-    connection.give_back(LastWords::Answer(ControlMessage::Answer { session, word }));
-    Ok(())
+    Ok(vmferry_handover::journal::recovered_word(directory, session)?)
 }
