@@ -258,7 +258,9 @@ impl QemuError {
     /// prints the reason and ends, which closes the connection.
     pub(crate) fn while_taking(self) -> Self {
         match self {
-            Self::Qmp(QmpError::Io { .. }) => Self::EndedTaking { printed: None },
+            Self::Qmp(QmpError::Io { .. } | QmpError::Ended { .. }) => {
+                Self::EndedTaking { printed: None }
+            }
             other => other,
         }
     }

@@ -196,7 +196,7 @@ fn attach(
 /// cause.
 fn with_cause(error: QemuError, starter: &mut dyn Starter) -> QemuError {
     let ended = match &error {
-        QemuError::Qmp(QmpError::Io { .. }) => ended(starter),
+        QemuError::Qmp(QmpError::Io { .. } | QmpError::Ended { .. }) => ended(starter),
         _ => None,
     };
     let error = ended.map_or(error, |status| QemuError::Ended { status, printed: None });

@@ -146,9 +146,10 @@ impl Watcher {
         if self.is_over() {
             return Ok(Vec::new());
         }
-        // A guest that has powered off, together with its QEMU, has reported so before.
+        let events = qmp.events();
+        // A QEMU that ends with its guest gives its migration up, which is not the cause.
         qmp.must_be_alive()?;
-        let events = qmp.events()?;
+        let events = events?;
         let last_pass = events.iter().rposition(|event| event["event"] == "MIGRATION_PASS");
         let mut stopped = None;
         let mut news = Vec::new();

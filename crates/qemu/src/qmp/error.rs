@@ -6,6 +6,8 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use vmferry::PoweredOff;
+
 /// The most that is shown of a text that comes from QEMU or quotes it. No message of a sound QEMU
 /// is as long, and a broken one must not flood the terminal.
 const MOST_SHOWN: usize = 800;
@@ -34,6 +36,15 @@ pub enum QmpError {
         /// The system error.
         #[source]
         source: io::Error,
+    },
+    /// QEMU has ended because its guest has.
+    #[error("QEMU at {path} has ended")]
+    Ended {
+        /// The socket.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        cause: PoweredOff,
     },
     /// QEMU refused the command.
     #[error("QEMU refused `{command}`: {}", shown(message))]

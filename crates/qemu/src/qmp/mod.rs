@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::RecvFlags;
 use serde_json::{Value, json};
+use vmferry::PoweredOff;
 
 pub(crate) use error::shown;
 pub use error::{Client, QmpError, Version};
@@ -204,8 +205,8 @@ impl Qmp {
         let mut line =
             json!({ "execute": command, "arguments": arguments, "id": self.number }).to_string();
         line.push('\n');
-        socket::write(&self.stream, line.as_bytes(), descriptor)
-            .map_err(|source| self.io("send a command", source))?;
+        let written = socket::write(&self.stream, line.as_bytes(), descriptor);
+        written.map_err(|source| self.broken("send a command", source))?;
         let deadline = Instant::now() + self.patience;
         loop {
             let Some((mut message, bytes)) = self.read(deadline)? else {
@@ -249,17 +250,21 @@ impl Qmp {
                 .stream
                 .set_read_timeout(Some(left))
                 .and_then(|()| self.stream.read(&mut bytes));
-            match read {
-                Ok(read) => self.take_bytes(&bytes[..read])?,
+            let taken = match read {
+                Ok(read) => self.take_bytes(&bytes[..read]),
                 Err(error)
                     if matches!(
                         error.kind(),
                         io::ErrorKind::WouldBlock
                             | io::ErrorKind::TimedOut
                             | io::ErrorKind::Interrupted
-                    ) => {}
-                Err(error) => return Err(self.io("read an answer", error)),
-            }
+                    ) =>
+                {
+                    Ok(())
+                }
+                Err(error) => Err(error),
+            };
+            taken.map_err(|source| self.broken("read an answer", source))?;
         }
     }
 
@@ -283,24 +288,30 @@ impl Qmp {
 
     fn gather_events(&mut self) -> Result<(), QmpError> {
         let received = self.receive();
+        self.keep_events()?;
+        match received {
+            Err(source) if self.events.is_empty() => Err(self.broken("read an answer", source)),
+            _ => Ok(()),
+        }
+    }
+
+    /// Keeps the events among the messages that have come, none of which is awaited.
+    fn keep_events(&mut self) -> Result<(), QmpError> {
         while let Some((message, bytes)) = self.next_message()? {
             self.keep_event(message, bytes);
-        }
-        if self.events.is_empty() {
-            received?;
         }
         Ok(())
     }
 
     /// Reads what has come.
-    fn receive(&mut self) -> Result<(), QmpError> {
+    fn receive(&mut self) -> io::Result<()> {
         for _ in 0..MOST_NEWS / CHUNK {
             let mut bytes = [0; CHUNK];
             match rustix::net::recv(&self.stream, &mut bytes[..], RecvFlags::DONTWAIT) {
                 Ok((read, _)) => self.take_bytes(&bytes[..read])?,
                 Err(rustix::io::Errno::AGAIN) => return Ok(()),
                 Err(rustix::io::Errno::INTR) => {}
-                Err(errno) => return Err(self.io("read an answer", errno.into())),
+                Err(errno) => return Err(errno.into()),
             }
         }
         Ok(())
@@ -331,10 +342,9 @@ impl Qmp {
             .map_err(|error| self.io("find the process", error))
     }
 
-    fn take_bytes(&mut self, bytes: &[u8]) -> Result<(), QmpError> {
+    fn take_bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
         if bytes.is_empty() {
-            let end = io::Error::new(io::ErrorKind::UnexpectedEof, "QEMU closed it");
-            return Err(self.io("read an answer", end));
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "QEMU closed it"));
         }
         self.silent = false;
         self.lines.take(bytes);
@@ -367,6 +377,18 @@ impl Qmp {
             self.life.hear(&message);
             self.events.keep(message, bytes);
         }
+    }
+
+    /// The error of a connection that has failed. QEMU reports that its guest has powered off
+    /// before it ends and closes the connection, and this event may not have been read yet.
+    fn broken(&mut self, action: &'static str, source: io::Error) -> QmpError {
+        // The connection has failed already: only what was sent before matters.
+        let _ = self.receive();
+        let _ = self.keep_events();
+        if self.life.powered_off {
+            return QmpError::Ended { path: self.path.clone(), cause: PoweredOff };
+        }
+        self.io(action, source)
     }
 
     fn io(&self, action: &'static str, source: io::Error) -> QmpError {

@@ -1,6 +1,6 @@
 //! The client's view of QEMUs that do not answer, or send too much.
 
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixListener;
 use std::thread::JoinHandle;
 
@@ -13,15 +13,21 @@ const PATIENCE: Duration = Duration::from_millis(300);
 /// a closed connection and not in a test that hangs.
 const TALKS_FOR: Duration = Duration::from_secs(60);
 
+/// A greeting, and the answers to the two commands of a connection's beginning.
+const GREETING: &str = concat!(
+    r#"{"QMP":{"version":{"qemu":{"major":10,"minor":0,"micro":2}}}}"#,
+    "\n",
+    r#"{"return":{},"id":1}"#,
+    "\n",
+    r#"{"return":[],"id":2}"#,
+);
+
 /// A fake QEMU that greets its client, answers two commands, and then repeats `said` until the
 /// client is gone.
 fn endless(said: &'static str) -> (UnixStream, JoinHandle<()>) {
     let (ours, mut theirs) = UnixStream::pair().unwrap();
     let talking = std::thread::spawn(move || {
-        let begun =
-            json!({ "QMP": { "version": { "qemu": { "major": 10, "minor": 0, "micro": 2 } } } });
-        let answers = [json!({ "return": {}, "id": 1 }), json!({ "return": [], "id": 2 })];
-        writeln!(theirs, "{begun}\n{}\n{}", answers[0], answers[1]).unwrap();
+        writeln!(theirs, "{GREETING}").unwrap();
         let since = Instant::now();
         while since.elapsed() < TALKS_FOR && theirs.write_all(said.as_bytes()).is_ok() {}
     });
@@ -67,6 +73,55 @@ fn deadlines_hold_under_endless_events() {
     assert!(error.is_timeout(), "{error}");
     drop(qmp);
     talking.join().unwrap();
+}
+
+/// QEMU ends with its guest, and reports it only by an event. A client may notice the end by a read
+/// or a write that fails, before it has read that event.
+#[test]
+fn guest_that_has_powered_off_is_named_when_qemu_closes_the_connection() {
+    let event = "{\"event\":\"SHUTDOWN\",\"data\":{\"guest\":true}}\n";
+    for (said, powered_off) in [(event, true), ("", false)] {
+        for end in [End::Before, End::Within, End::After] {
+            let (stream, mut theirs) = UnixStream::pair().unwrap();
+            writeln!(theirs, "{GREETING}").unwrap();
+            let mut qmp = Qmp::over_within(stream, Path::new("fake"), PATIENCE).unwrap();
+            let mut commands = BufReader::new(theirs.try_clone().unwrap()).lines();
+            // Those of the connection's beginning.
+            assert_eq!(commands.by_ref().take(2).flatten().count(), 2);
+            let close = move || {
+                match end {
+                    End::Before => {}
+                    // An unread rest makes the kernel report a reset.
+                    End::Within => theirs.read_exact(&mut [0]).unwrap(),
+                    End::After => drop(commands.next().unwrap().unwrap()),
+                }
+                theirs.write_all(said.as_bytes()).unwrap();
+            };
+            let closing = std::thread::spawn(close);
+            let closing = if end == End::Before {
+                closing.join().unwrap();
+                None
+            } else {
+                Some(closing)
+            };
+            for _ in 0..2 {
+                let error = qmp.execute("query-status", json!({})).unwrap_err();
+                let cause = std::error::Error::source(&error).unwrap();
+                assert_eq!(cause.is::<PoweredOff>(), powered_off, "{end:?}: {error:?}");
+            }
+            if let Some(closing) = closing {
+                closing.join().unwrap();
+            }
+        }
+    }
+}
+
+/// When a fake QEMU closes the connection, relative to its client's command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum End {
+    Before,
+    Within,
+    After,
 }
 
 /// An event may be kept as long as the connection exists.

@@ -33,6 +33,7 @@ impl From<QemuError> for Failure {
         let code = match &error {
             QemuError::Locked { .. } | QemuError::Qmp(QmpError::Busy { .. }) => Code::Busy,
             error if error.is_timeout() => Code::WrongState,
+            QemuError::Qmp(QmpError::Ended { .. }) => Code::WrongState,
             QemuError::Qmp(_) => Code::UnknownGuest,
             QemuError::Memory { .. }
             | QemuError::Unsupported(_)
