@@ -3,10 +3,12 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use serde::{Deserialize, Serialize};
 use vmferry::config::compression::CompressionConfig;
 use vmferry::config::policy::Admission;
-use vmferry_transport::{Address, TlsIdentity};
+use vmferry_transport::{Address, PeerIdentity, TlsIdentity};
 
+use crate::access::HostAccess;
 use crate::libvirt::Domains;
 use crate::stream::Timings;
 
@@ -37,6 +39,9 @@ pub struct ProxyConfig {
     /// The socket of the keeper, which holds connections if this daemon dies. Without one, a guest
     /// may run on two hosts if the daemon dies while libvirt finishes its migration.
     pub keeper: Option<PathBuf>,
+    /// Does with files and names of this host what this process can't do itself, because it is
+    /// restricted. Without it this process does it.
+    pub access: Option<Arc<dyn HostAccess>>,
     /// Time limits.
     pub timings: Timings,
     /// How memory and disks are compressed.
@@ -46,7 +51,7 @@ pub struct ProxyConfig {
 }
 
 /// The user and the group of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Owner {
     /// The user's ID.
     pub uid: u32,
@@ -73,8 +78,37 @@ pub struct Forward {
     pub name: String,
     /// The path of the socket to listen on, and the peer that its connections go to.
     pub listen: Option<(PathBuf, String)>,
-    /// The path of the socket that connections from peers go to.
-    pub connect: Option<PathBuf>,
+    /// Where connections from peers go.
+    pub connect: Option<ForwardExit>,
+}
+
+/// Where the connections of a rule come out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ForwardExit {
+    /// The path of the socket.
+    pub path: PathBuf,
+    /// The hosts that may use it.
+    pub from: Vec<ForwardSource>,
+}
+
+/// A host that may use a rule.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ForwardSource {
+    /// The one whose certificate has this name: a URI, a DNS name or an IP address.
+    Named(String),
+    /// Every host that the policy names.
+    Any,
+}
+
+impl ForwardExit {
+    /// Whether a host may use it.
+    #[must_use]
+    pub fn admits(&self, peer: &PeerIdentity) -> bool {
+        self.from.iter().any(|source| match source {
+            ForwardSource::Named(name) => peer.names.contains(name),
+            ForwardSource::Any => true,
+        })
+    }
 }
 
 /// The longest name of a peer or a directory.

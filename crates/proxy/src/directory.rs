@@ -11,9 +11,12 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use rustix::fs::{FileType, Mode, OFlags};
+use vmferry_transport::connect_unix;
 
+use crate::access::SocketFile;
 use crate::config::{Owner, is_plain_name};
 use crate::error::ProxyError;
 
@@ -112,58 +115,55 @@ fn make(base: &Path, name: &str, owner: Owner, mode: u32) -> Result<PathBuf, Pro
     Ok(path)
 }
 
-/// A listening socket. The file is removed when it is dropped.
-#[derive(Debug)]
-pub struct LocalListener {
-    /// The socket.
-    pub socket: UnixListener,
-    path: PathBuf,
-    /// Device and inode of the file.
-    identity: (u64, u64),
-}
-
-impl LocalListener {
-    /// Listens at `path`, in a directory to which only root can write.
-    ///
-    /// # Errors
-    /// [`ProxyError::Squatted`] if there is a file, or [`ProxyError::Socket`].
-    pub fn bind(path: &Path, access: Access) -> Result<Self, ProxyError> {
-        let failed = |source| ProxyError::Socket { path: path.to_owned(), source };
-        let socket = match UnixListener::bind(path) {
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                return Err(ProxyError::Squatted { path: path.to_owned() });
-            }
-            socket => socket.map_err(failed)?,
-        };
-        let metadata = fs::symlink_metadata(path).map_err(failed)?;
-        let identity = (metadata.dev(), metadata.ino());
-        let listener = Self { socket, path: path.to_owned(), identity };
-        fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(failed)?;
-        if let Access::Qemu(Owner { uid, gid }) = access {
-            std::os::unix::fs::lchown(path, Some(uid), Some(gid)).map_err(failed)?;
-        }
-        Ok(listener)
-    }
-}
-
-impl Drop for LocalListener {
-    fn drop(&mut self) {
-        let is_ours = fs::symlink_metadata(&self.path)
-            .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.identity);
-        if is_ours {
-            // It may be gone already.
-            let _ = fs::remove_file(&self.path);
-        }
-    }
-}
-
-/// Connects to a socket of this host that a peer may name: in `directory`, made by QEMU's user or
-/// by root.
+/// Listens at `path`, in a directory to which only root can write. Returns the socket and its file.
 ///
 /// # Errors
-/// The system's, or [`io::ErrorKind::PermissionDenied`] if another user listens there.
-pub fn connect_to_qemu(directory: &Path, file: &str, qemu: Owner) -> io::Result<UnixStream> {
-    let stream = connect_to_socket(&directory.join(file))?;
+/// [`ProxyError::Squatted`] if there is a file, or [`ProxyError::Socket`].
+pub fn bind(path: &Path, access: Access) -> Result<(UnixListener, SocketFile), ProxyError> {
+    let failed = |source| ProxyError::Socket { path: path.to_owned(), source };
+    let socket = match UnixListener::bind(path) {
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            return Err(ProxyError::Squatted { path: path.to_owned() });
+        }
+        socket => socket.map_err(failed)?,
+    };
+    let file = identity(path).map_err(failed)?;
+    let changed = fs::set_permissions(path, fs::Permissions::from_mode(0o600)).and_then(|()| {
+        let Access::Qemu(Owner { uid, gid }) = access else { return Ok(()) };
+        std::os::unix::fs::lchown(path, Some(uid), Some(gid))
+    });
+    if let Err(source) = changed {
+        remove(path, file);
+        return Err(failed(source));
+    }
+    Ok((socket, file))
+}
+
+/// The identity of the file at a path.
+///
+/// # Errors
+/// The system's.
+pub fn identity(path: &Path) -> io::Result<SocketFile> {
+    let metadata = fs::symlink_metadata(path)?;
+    Ok(SocketFile { device: metadata.dev(), inode: metadata.ino() })
+}
+
+/// Removes the file at a path if it is this one.
+pub fn remove(path: &Path, file: SocketFile) {
+    if identity(path).is_ok_and(|found| found == file) {
+        // It may be gone already.
+        let _ = fs::remove_file(path);
+    }
+}
+
+/// Connects to a socket of this host that a peer may name: made by QEMU's user, in a directory of
+/// guests that arrive.
+///
+/// # Errors
+/// The system's, [`io::ErrorKind::PermissionDenied`] if another user listens there, or
+/// [`io::ErrorKind::TimedOut`].
+pub fn connect_to_qemu(path: &Path, qemu: Owner, timeout: Duration) -> io::Result<UnixStream> {
+    let stream = connect_to_socket(path, timeout)?;
     let credentials = rustix::net::sockopt::socket_peercred(&stream)?;
     let uid = credentials.uid.as_raw();
     if uid != qemu.uid {
@@ -175,14 +175,14 @@ pub fn connect_to_qemu(directory: &Path, file: &str, qemu: Owner) -> io::Result<
 
 /// Connects to the socket that a path names, and never to one behind a symbolic link: QEMU's user
 /// could replace the file at any time.
-fn connect_to_socket(path: &Path) -> io::Result<UnixStream> {
+fn connect_to_socket(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::open(path, flags, Mode::empty())?;
     let found = FileType::from_raw_mode(rustix::fs::fstat(&file)?.st_mode);
     if found != FileType::Socket {
         return Err(io::Error::other("it is not a socket"));
     }
-    UnixStream::connect(format!("/proc/self/fd/{}", file.as_raw_fd()))
+    connect_unix(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd())), timeout)
 }
 
 /// Makes sure that there is no file at a path where QEMU is about to make a socket. Removes the
@@ -190,9 +190,9 @@ fn connect_to_socket(path: &Path) -> io::Result<UnixStream> {
 ///
 /// # Errors
 /// [`ProxyError::Squatted`].
-pub fn must_be_free(path: &Path) -> Result<(), ProxyError> {
+pub fn must_be_free(path: &Path, timeout: Duration) -> Result<(), ProxyError> {
     let squatted = || ProxyError::Squatted { path: path.to_owned() };
-    match connect_to_socket(path) {
+    match connect_to_socket(path, timeout) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error)
             if error.kind() == io::ErrorKind::ConnectionRefused
@@ -208,6 +208,8 @@ pub fn must_be_free(path: &Path) -> Result<(), ProxyError> {
 mod tests {
     use super::*;
 
+    const LIMIT: Duration = Duration::from_secs(60);
+
     fn own() -> Owner {
         Owner { uid: rustix::process::geteuid().as_raw(), gid: rustix::process::getegid().as_raw() }
     }
@@ -217,14 +219,18 @@ mod tests {
         let base = tempfile::tempdir().unwrap();
         let directory = make_outgoing(base.path(), "host-b").unwrap();
         let path = directory.join("web");
-        let listener = LocalListener::bind(&path, Access::Root).unwrap();
+        let (listener, file) = bind(&path, Access::Root).unwrap();
         let mode = fs::symlink_metadata(&path).unwrap().mode();
         assert_eq!(mode & 0o777, 0o600);
-        assert!(connect_to_qemu(&directory, "web", own()).is_ok());
-        let again = LocalListener::bind(&path, Access::Root);
+        assert!(connect_to_qemu(&path, own(), LIMIT).is_ok());
+        let again = bind(&path, Access::Root);
         assert!(matches!(again, Err(ProxyError::Squatted { .. })), "{again:?}");
         drop(listener);
-        must_be_free(&path).unwrap();
+        remove(&path, SocketFile { inode: file.inode + 1, ..file });
+        assert!(path.exists(), "another file");
+        remove(&path, file);
+        assert!(!path.exists());
+        must_be_free(&path, LIMIT).unwrap();
     }
 
     #[test]
@@ -235,8 +241,8 @@ mod tests {
         fs::write(directory.join("file"), "text").unwrap();
         make_outgoing(base.path(), "host-b").unwrap();
         drop(left);
-        must_be_free(&directory.join("web")).unwrap();
-        assert!(must_be_free(&directory.join("file")).is_err());
+        must_be_free(&directory.join("web"), LIMIT).unwrap();
+        assert!(must_be_free(&directory.join("file"), LIMIT).is_err());
     }
 
     #[test]
@@ -244,9 +250,9 @@ mod tests {
         let base = tempfile::tempdir().unwrap();
         let path = base.path().join("web");
         let listener = UnixListener::bind(&path).unwrap();
-        assert!(matches!(must_be_free(&path), Err(ProxyError::Squatted { .. })));
+        assert!(matches!(must_be_free(&path, LIMIT), Err(ProxyError::Squatted { .. })));
         drop(listener);
-        must_be_free(&path).unwrap();
+        must_be_free(&path, LIMIT).unwrap();
         assert!(!path.exists());
     }
 
@@ -278,14 +284,17 @@ mod tests {
     fn file_that_is_no_socket_is_not_connected_to() {
         let base = tempfile::tempdir().unwrap();
         fs::write(base.path().join("web"), "text").unwrap();
-        assert!(connect_to_qemu(base.path(), "web", own()).is_err());
-        assert!(connect_to_qemu(base.path(), "none", own()).is_err());
+        assert!(connect_to_qemu(&base.path().join("web"), own(), LIMIT).is_err());
+        assert!(connect_to_qemu(&base.path().join("none"), own(), LIMIT).is_err());
         let _listener = UnixListener::bind(base.path().join("other")).unwrap();
         std::os::unix::fs::symlink("other", base.path().join("link")).unwrap();
-        assert!(connect_to_qemu(base.path(), "other", own()).is_ok());
-        assert!(connect_to_qemu(base.path(), "link", own()).is_err(), "a symbolic link");
+        assert!(connect_to_qemu(&base.path().join("other"), own(), LIMIT).is_ok());
+        assert!(
+            connect_to_qemu(&base.path().join("link"), own(), LIMIT).is_err(),
+            "a symbolic link"
+        );
         let stranger = Owner { uid: own().uid + 1, ..own() };
-        let refused = connect_to_qemu(base.path(), "other", stranger).unwrap_err();
+        let refused = connect_to_qemu(&base.path().join("other"), stranger, LIMIT).unwrap_err();
         assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
     }
 }

@@ -34,6 +34,33 @@ pub enum ProxyError {
         /// The path.
         path: PathBuf,
     },
+    /// A socket of a local program can't be connected to.
+    #[error("{path} can't be reached")]
+    Unreachable {
+        /// Its path.
+        path: PathBuf,
+        /// The system's error.
+        #[source]
+        source: io::Error,
+    },
+    /// The configuration has no peer or rule of this name.
+    #[error("the configuration names no {what}")]
+    NotNamed {
+        /// The peer or the rule.
+        what: String,
+    },
+    /// The process that has access to this host's files has failed, or has refused.
+    #[error("{problem}")]
+    Helper {
+        /// What it says.
+        problem: String,
+    },
+    /// The process that has access to this host's files has answered without a socket.
+    #[error("the answer has no socket")]
+    NoDescriptor,
+    /// A peer's address is not known.
+    #[error(transparent)]
+    Address(#[from] TransportError),
     /// A name that can't be a directory's or a socket's.
     #[error(
         "{name:?} can't be the name of a peer or a socket: names have up to 64 letters, digits, \
@@ -48,6 +75,12 @@ pub enum ProxyError {
     Twice {
         /// The name.
         name: String,
+    },
+    /// Two rules listen on the same socket.
+    #[error("two rules listen on {path}")]
+    PathTwice {
+        /// The path.
+        path: PathBuf,
     },
     /// The system can't create a thread or a descriptor.
     #[error("the system can't {action}")]

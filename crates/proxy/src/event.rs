@@ -87,6 +87,13 @@ pub enum ProxyEvent {
         /// Why not.
         reason: String,
     },
+    /// More refusals of a peer followed in quick succession, of which no event told.
+    Untold {
+        /// Who.
+        peer: String,
+        /// Their number.
+        count: u64,
+    },
     /// A guest is announced: libvirt's Prepare has passed.
     Prepared {
         /// The guest's name.
@@ -148,6 +155,9 @@ impl fmt::Display for ProxyEvent {
             }
             Self::Refused { peer, wanted, reason } => {
                 write!(f, "{peer} may not {wanted}: {reason}")
+            }
+            Self::Untold { peer, count } => {
+                write!(f, "{peer} was refused {count} more times")
             }
             Self::Prepared { guest, uuid, peer, side: Side::Opener } => {
                 write!(f, "guest {guest} ({uuid}) is moving to {peer}")

@@ -1,60 +1,44 @@
 //! Links from other daemons.
 
-use std::collections::HashMap;
 use std::io;
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
 use vmferry_transport::{Listener, PeerIdentity, Pending};
 use vmferry_wire::{Hello, HelloReply, HelloStatus, Role};
 
-use crate::directory;
+use crate::access::{self, Exit};
 use crate::event::{ProxyEvent, Side};
+use crate::greeting::{Greeting, GreetingPlace};
 use crate::libvirt;
 use crate::proxy::{Ends, Entry, Shared};
 use crate::records::{Answer, Opening, PROXY_VERSION, RecordError, Target, read_hello};
 use crate::stream::{Link, LinkEnd, StreamFailure, run_link};
 
-/// Connections that greet at the same time. More wait in the listener's queue.
-const MAX_GREETING: usize = 64;
-
-/// Connections from one address that greet at the same time. More are closed.
-const MAX_GREETING_OF_ONE: usize = 16;
-
-/// Connections that greet, by their address.
-#[derive(Default)]
-struct Greeting {
-    all: usize,
-    by_address: HashMap<Option<IpAddr>, usize>,
-}
-
-impl Greeting {
-    fn enter(&mut self, address: Option<IpAddr>) -> bool {
-        let of_one = self.by_address.entry(address).or_default();
-        if self.all >= MAX_GREETING || *of_one >= MAX_GREETING_OF_ONE {
-            return false;
-        }
-        (self.all, *of_one) = (self.all + 1, *of_one + 1);
-        true
-    }
-
-    fn leave(&mut self, address: Option<IpAddr>) {
-        self.all -= 1;
-        if let Some(of_one) = self.by_address.get_mut(&address) {
-            *of_one -= 1;
-            if *of_one == 0 {
-                self.by_address.remove(&address);
-            }
-        }
-    }
-}
+/// How often connections that greet are checked for their time, and refusals are counted.
+const CHECK_PERIOD: Duration = Duration::from_secs(1);
 
 /// Accepts links until the listener is closed.
 pub(crate) fn accept(shared: &Arc<Shared>, listener: &Listener) {
-    let greeting = Arc::new(Mutex::new(Greeting::default()));
+    let greeting = Arc::new(Greeting::default());
+    let (end, ended) = channel::<()>();
+    let (of_checks, of_greeting) = (Arc::clone(shared), Arc::clone(&greeting));
+    let checks = std::thread::Builder::new().name("greeting".into()).spawn(move || {
+        while ended.recv_timeout(CHECK_PERIOD) == Err(RecvTimeoutError::Timeout) {
+            of_greeting.close_slow(of_checks.config().timings.connect, Instant::now());
+            of_checks.tell_counted_refusals();
+        }
+    });
+    accept_all(shared, listener, &greeting);
+    drop(end);
+    if let Ok(checks) = checks {
+        let _ = checks.join();
+    }
+}
+
+fn accept_all(shared: &Arc<Shared>, listener: &Listener, greeting: &Arc<Greeting>) {
     loop {
         let pending = match listener.accept() {
             Ok(Some(pending)) => pending,
@@ -64,30 +48,34 @@ pub(crate) fn accept(shared: &Arc<Shared>, listener: &Listener) {
                 let (peer, wanted) = ("a host".into(), "connect".into());
                 shared.tell(ProxyEvent::Refused { peer, wanted, reason });
                 // Such as: no descriptor is free. It may be better soon.
-                std::thread::sleep(std::time::Duration::from_millis(100));
+                std::thread::sleep(Duration::from_millis(100));
                 continue;
             }
         };
-        let address = pending.peer_ip();
-        if !greeting.lock().enter(address) {
+        let closer = Some(pending.closer());
+        let Some(place) = greeting.enter(pending.peer_ip(), closer, Instant::now()) else {
+            let (peer, wanted) = (pending.peer_address(), "connect".into());
+            let reason = "too many connections have not greeted yet".into();
+            shared.tell(ProxyEvent::Refused { peer, wanted, reason });
             continue;
-        }
-        let (shared, of_thread) = (Arc::clone(shared), Arc::clone(&greeting));
-        let spawned = std::thread::Builder::new().name("link".into()).spawn(move || {
-            let greeted = greet(&shared, pending);
-            of_thread.lock().leave(address);
-            if let Some((entry, link)) = greeted {
+        };
+        let (shared, greeting) = (Arc::clone(shared), Arc::clone(greeting));
+        // Without a thread the connection closes, and the peer dials again.
+        let _ = std::thread::Builder::new().name("link".into()).spawn(move || {
+            if let Some((entry, link)) = greet(&shared, pending, place, &greeting) {
                 carry(&shared, &entry, link);
             }
         });
-        if spawned.is_err() {
-            greeting.lock().leave(address);
-        }
     }
 }
 
 /// Greets a peer, and finds or begins its stream.
-fn greet(shared: &Arc<Shared>, pending: Pending) -> Option<(Arc<Entry>, Link)> {
+fn greet(
+    shared: &Arc<Shared>,
+    pending: Pending,
+    place: GreetingPlace,
+    greeting: &Arc<Greeting>,
+) -> Option<(Arc<Entry>, Link)> {
     let address = pending.peer_address();
     let timings = shared.config().timings;
     let refused = |peer: String, wanted: &str, reason: String| {
@@ -130,6 +118,14 @@ fn greet(shared: &Arc<Shared>, pending: Pending) -> Option<(Arc<Entry>, Link)> {
             }
             return None;
         }
+    };
+    // From here on it is known who it is, and it has said all that it has to say.
+    drop(place);
+    let name = peer.name().unwrap_or_else(|| peer.address.clone());
+    let Some(_opening) = greeting.open(&name) else {
+        refused(peer.to_string(), &format!("open {}", opening.target), "it opens too many".into());
+        // The peer dials again.
+        return None;
     };
     if let Target::Word { session } = opening.target {
         match libvirt::word(shared, &peer, session) {
@@ -223,22 +219,26 @@ fn connect(shared: &Arc<Shared>, peer: &PeerIdentity, target: &Target) -> Result
             if !shared.migrations.may_open(peer, directory, file) {
                 return Err(format!("no guest that was announced by this host uses {target}"));
             }
-            let path = config.directory.join(directory);
-            let socket = directory::connect_to_qemu(&path, file, config.qemu);
-            let socket =
-                socket.map_err(|error| format!("{} can't be reached: {error}", path.display()))?;
-            Ends::plain(socket).map_err(|error| error.to_string())
+            plain(shared, Exit::Qemu { directory: directory.clone(), file: file.clone() })
         }
         Target::Forward { name } => {
             let rule = config.forwards.iter().find(|rule| rule.name == *name);
-            let path = rule.and_then(|rule| rule.connect.as_ref());
-            let Some(path) = path else { return Err(format!("there is no rule {name:?} here")) };
-            let socket = std::os::unix::net::UnixStream::connect(path);
-            let socket =
-                socket.map_err(|error| format!("{} can't be reached: {error}", path.display()))?;
-            Ends::plain(socket).map_err(|error| error.to_string())
+            let Some(exit) = rule.and_then(|rule| rule.connect.as_ref()) else {
+                return Err(format!("there is no rule {name:?} here"));
+            };
+            if !exit.admits(peer) {
+                return Err(format!("`from` of the rule {name:?} does not name this host"));
+            }
+            plain(shared, Exit::Rule { name: name.clone() })
         }
     }
+}
+
+/// A connection to a local program whose bytes are carried as they are.
+fn plain(shared: &Shared, exit: Exit) -> Result<Ends, String> {
+    let socket = access::connect(&*shared.access, exit);
+    let socket = socket.map_err(|error| vmferry::chain(&error))?;
+    Ends::plain(socket).map_err(|error| error.to_string())
 }
 
 /// Carries a stream over the link, and waits for the next one.

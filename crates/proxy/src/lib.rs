@@ -13,10 +13,14 @@
 
 #![forbid(unsafe_code)]
 
+mod access;
 mod config;
 mod directory;
+mod entrances;
 mod error;
 mod event;
+mod greeting;
+mod host_sockets;
 mod incoming;
 mod keeper;
 mod libvirt;
@@ -24,13 +28,16 @@ mod outgoing;
 mod packing;
 mod proxy;
 mod records;
+mod refusals;
 pub mod stream;
 
-pub use config::{Forward, Owner, Peer, ProxyConfig, is_plain_name};
+pub use access::{Entrance, Exit, HostAccess, SocketDone, SocketFile, SocketOrder};
+pub use config::{Forward, ForwardExit, ForwardSource, Owner, Peer, ProxyConfig, is_plain_name};
 pub use error::ProxyError;
 pub use event::{Observer, ProxyEvent, Side, StreamName};
+pub use host_sockets::{HostSockets, Places};
 pub use keeper::{Keeper, serve as serve_keeper};
 pub use libvirt::{Domains, DoubtStatus, MigrationStatus, Phase};
 pub use outgoing::LIBVIRT_SOCKET;
-pub use proxy::{Proxy, StreamStatus};
+pub use proxy::{BoundProxy, Proxy, StreamStatus};
 pub use stream::Timings;

@@ -1,38 +1,47 @@
 //! The proxy of a host: its streams, and what makes them.
 
+mod bound;
+
 use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use parking_lot::{Mutex, RwLock};
 use vmferry::config::WorkerCount;
 use vmferry::config::compression::CompressionConfig;
 use vmferry::data::source::chooser::Chooser;
 use vmferry_handover::{OperatorWord, SessionId};
-use vmferry_transport::{Address, Listener, ListenerCloser, PeerIdentity, RateLimiter};
+use vmferry_transport::{Address, ListenerCloser, PeerIdentity, RateLimiter};
 use vmferry_wire::Token;
 
+use crate::access::HostAccess;
 use crate::config::ProxyConfig;
-use crate::directory;
+use crate::entrances::Entrances;
 use crate::error::ProxyError;
 use crate::event::{Observer, ProxyEvent, Side, StreamName};
-use crate::incoming;
+use crate::host_sockets::{HostSockets, Places};
 use crate::keeper::Keeper;
-use crate::libvirt::{self, DoubtStatus, MigrationStatus, Migrations};
-use crate::outgoing::Outgoing;
+use crate::libvirt::{DoubtStatus, MigrationStatus, Migrations};
 use crate::packing::{Pacer, Packer};
+use crate::refusals::Refusals;
 use crate::stream::{LocalReader, LocalWriter, Output, Stream, StreamFailure, Tap, Waker};
+
+pub use bound::BoundProxy;
 
 /// The most streams at once. Each has up to 64 MiB of frames on this host, and up to 256 MiB of
 /// kept pages if it is a guest's memory.
 const MAX_STREAMS: usize = 512;
 
+/// The most streams of one peer at once, so that it leaves some to the others.
+const MAX_STREAMS_OF_ONE: usize = 256;
+
 /// A running proxy. Dropping it ends all streams.
 pub struct Proxy {
     shared: Arc<Shared>,
-    outgoing: Mutex<Outgoing>,
+    entrances: Mutex<Entrances>,
     address: Address,
     closer: ListenerCloser,
     accepting: Option<JoinHandle<()>>,
@@ -46,12 +55,19 @@ pub(crate) struct Shared {
     numbers: AtomicU64,
     sessions: AtomicU64,
     limiters: Mutex<HashMap<String, RateLimiter>>,
+    refusals: Mutex<Refusals>,
+    /// Access to files and names of this host.
+    pub access: Arc<dyn HostAccess>,
+    own: Own,
     pub ending: AtomicBool,
     /// Holds connections if this daemon dies.
     pub keeper: Option<Keeper>,
     /// Guests on their way.
     pub migrations: Migrations,
 }
+
+/// This process's own access to this host, which follows the configuration.
+type Own = Option<Arc<HostSockets>>;
 
 /// A stream and what is known about it.
 pub(crate) struct Entry {
@@ -116,40 +132,7 @@ impl Proxy {
     /// # Errors
     /// An address, a directory or a socket that can't be used.
     pub fn start(config: ProxyConfig, observer: Box<Observer>) -> Result<Self, ProxyError> {
-        directory::make_base(&config.directory)?;
-        let listener =
-            Listener::bind(&config.listen, config.tls.clone()).map_err(ProxyError::Listen)?;
-        let (address, closer) = (listener.local_address().clone(), listener.closer());
-        let keeper = match &config.keeper {
-            Some(path) => Some(Keeper::connect(path).map_err(|source| ProxyError::System {
-                action: "connect to the keeper",
-                source,
-            })?),
-            None => None,
-        };
-        let shared = Arc::new(Shared {
-            keeper,
-            config: RwLock::new(Arc::new(config)),
-            observer,
-            streams: Mutex::default(),
-            numbers: AtomicU64::new(0),
-            sessions: AtomicU64::new(0),
-            limiters: Mutex::default(),
-            ending: AtomicBool::new(false),
-            migrations: Migrations::default(),
-        });
-        let mut outgoing = Outgoing::default();
-        outgoing.follow(&shared)?;
-        libvirt::take_over(&shared);
-        let accepting = std::thread::Builder::new().name("accept".into());
-        let accepting = accepting
-            .spawn({
-                let shared = Arc::clone(&shared);
-                move || incoming::accept(&shared, &listener)
-            })
-            .map_err(|source| ProxyError::System { action: "create a thread", source })?;
-        let outgoing = Mutex::new(outgoing);
-        Ok(Self { shared, outgoing, address, closer, accepting: Some(accepting) })
+        BoundProxy::bind(config)?.start(observer)
     }
 
     /// Where other daemons connect to, with the actual port.
@@ -163,10 +146,28 @@ impl Proxy {
     /// identity and the directory stay as they are.
     ///
     /// # Errors
-    /// What of it can't be used. The rest is in use.
+    /// What of it can't be used. Then the configuration is the same as before.
     pub fn reconfigure(&self, config: ProxyConfig) -> Result<(), ProxyError> {
-        *self.shared.config.write() = Arc::new(config);
-        self.outgoing.lock().follow(&self.shared)
+        let mut entrances = self.entrances.lock();
+        if let Some(own) = &self.shared.own {
+            own.attempt(Places::of(&config));
+        }
+        let new = match entrances.prepare(&self.shared, &config) {
+            Ok(new) => new,
+            Err(error) => {
+                if let Some(own) = &self.shared.own {
+                    own.abandon();
+                }
+                return Err(error);
+            }
+        };
+        let config = Arc::new(config);
+        *self.shared.config.write() = Arc::clone(&config);
+        entrances.adopt(&config, new);
+        if let Some(own) = &self.shared.own {
+            own.adopt();
+        }
+        Ok(())
     }
 
     /// All streams, in the order in which they began.
@@ -202,7 +203,7 @@ impl Drop for Proxy {
     fn drop(&mut self) {
         self.shared.ending.store(true, Ordering::Release);
         self.closer.close();
-        *self.outgoing.lock() = Outgoing::default();
+        *self.entrances.lock() = Entrances::default();
         let entries: Vec<_> = self.shared.streams.lock().values().cloned().collect();
         for entry in entries {
             entry.stream.fail(StreamFailure::Ending);
@@ -231,8 +232,20 @@ impl Shared {
         }
     }
 
+    /// Tells the observer of an event. Refusals of one peer in quick succession are only counted.
     pub fn tell(&self, event: ProxyEvent) {
-        (self.observer)(event);
+        let ProxyEvent::Refused { peer, .. } = &event else { return (self.observer)(event) };
+        if self.refusals.lock().is_told(peer, Instant::now()) {
+            (self.observer)(event);
+        }
+    }
+
+    /// Tells the observer of refusals that were only counted.
+    pub fn tell_counted_refusals(&self) {
+        let counted = self.refusals.lock().counted(Instant::now());
+        for (peer, count) in counted {
+            (self.observer)(ProxyEvent::Untold { peer, count });
+        }
     }
 
     /// The bandwidth cap of a peer, which all streams to it share.
@@ -280,12 +293,18 @@ impl Shared {
             is_ended: AtomicBool::new(false),
         });
         {
-            let mut streams = self.streams.lock();
+            let (mut streams, entry_peer) = (self.streams.lock(), &entry.name.peer);
             if self.ending.load(Ordering::Acquire) {
                 return Err("the daemon ends".into());
             }
             if streams.len() >= MAX_STREAMS {
                 return Err(format!("there are {MAX_STREAMS} streams already"));
+            }
+            let of_peer = streams.values().filter(|entry| entry.name.peer == *entry_peer).count();
+            if of_peer >= MAX_STREAMS_OF_ONE {
+                return Err(format!(
+                    "there are {MAX_STREAMS_OF_ONE} streams with {entry_peer} already"
+                ));
             }
             if streams.contains_key(&token) {
                 return Err("the stream has begun on another link".into());

@@ -21,13 +21,14 @@ use vmferry_libvirt_rpc::{FinishCall, Guest, MigrateFlags, PrepareCall, SocketUr
 use vmferry_transport::PeerIdentity;
 use vmferry_wire::GuestIdentity;
 
+use crate::access::{self, Exit, SocketOrder};
 use crate::config::is_plain_name;
-use crate::directory::{self, Access, LocalListener};
+use crate::entrances::{LocalSocket, listen_for_migration};
+use crate::error::ProxyError;
 use crate::event::ProxyEvent;
 use crate::keeper::HeldConnection;
-use crate::outgoing::{self, LIBVIRT_SOCKET, LocalSocket};
+use crate::outgoing::LIBVIRT_SOCKET;
 use crate::proxy::{Ends, Shared};
-use crate::records::Target;
 pub use ledger::Domains;
 use ledger::Recovered;
 pub(crate) use migrations::Migrations;
@@ -53,11 +54,7 @@ pub(crate) fn depart(
     let admit = move |call: &PrepareCall| {
         let Some(shared) = shared.upgrade() else { return Err("the daemon ends".into()) };
         for file in files_of(call, &directory)? {
-            let access = Access::Qemu(shared.config().qemu);
-            let listener = LocalListener::bind(&directory.join(&file), access);
-            let listener = listener.map_err(|error| error.to_string())?;
-            let target = Target::Socket { directory: peer.clone(), file };
-            let socket = outgoing::listen(&shared, listener, peer.clone(), target);
+            let socket = listen_for_migration(&shared, &peer, file);
             sockets.push(socket.map_err(|error| vmferry::chain(&error))?);
         }
         begin(&of_gate, call)
@@ -83,11 +80,12 @@ pub(crate) fn arrive(
              peer"
         ));
     }
-    let made = directory::make_incoming(&config.directory, directory, config.qemu);
-    let path = made.map_err(|error| error.to_string())?;
-    let socket = UnixStream::connect(&config.libvirt).map_err(|error| {
-        format!("libvirt's socket {} can't be reached: {error}", config.libvirt.display())
-    })?;
+    let failed = |error: ProxyError| vmferry::chain(&error);
+    let make = SocketOrder::MakeIncoming { name: directory.to_owned() };
+    shared.access.sockets(&make).map_err(failed)?;
+    let path = config.directory.join(directory);
+    let socket = access::connect(&*shared.access, Exit::Libvirt)
+        .map_err(|error| format!("libvirt's socket {}", failed(error)))?;
     let local = |error: std::io::Error| error.to_string();
     let part = Part::destination(peer.clone());
     let session = Session::new(shared, name, session, part, socket);
@@ -101,7 +99,9 @@ pub(crate) fn arrive(
         }
         let files = files_of(call, &path)?;
         for file in &files {
-            directory::must_be_free(&path.join(file)).map_err(|error| error.to_string())?;
+            let (directory, file) = (directory.clone(), file.clone());
+            let checked = shared.access.sockets(&SocketOrder::CheckFree { directory, file });
+            checked.map_err(|error| vmferry::chain(&error))?;
         }
         begin(&of_gate, call)?;
         shared.migrations.expect_sockets(call.guest.uuid, &peer, &directory, files);

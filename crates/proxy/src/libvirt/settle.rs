@@ -219,7 +219,7 @@ impl Heard {
 /// Asks the other daemon for the word; `None` if it can't be reached.
 fn ask(shared: &Shared, peer: &str, session: SessionId) -> Option<FinishAnswer> {
     let config = shared.config();
-    let channel = dialer(&config, peer)?.connect().ok()?;
+    let channel = dialer(shared, &config, peer).ok()?.connect().ok()?;
     let (mut reader, mut writer) = channel.split();
     let limit = Some(config.timings.connect);
     reader.set_timeout(limit).ok()?;

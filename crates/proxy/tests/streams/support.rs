@@ -10,7 +10,9 @@ use parking_lot::{Condvar, Mutex};
 use tempfile::TempDir;
 use vmferry::config::compression::CompressionConfig;
 use vmferry_kit::Cable;
-use vmferry_proxy::{Forward, Owner, Peer, Proxy, ProxyConfig, ProxyEvent, Timings};
+use vmferry_proxy::{
+    Forward, ForwardExit, ForwardSource, Owner, Peer, Proxy, ProxyConfig, ProxyEvent, Timings,
+};
 use vmferry_transport::Address;
 
 /// No wait of a test is longer.
@@ -84,6 +86,7 @@ fn config(directory: PathBuf) -> ProxyConfig {
         journals: directory.join("journals"),
         domains: None,
         keeper: None,
+        access: None,
         directory,
         libvirt: "/nowhere".into(),
         qemu: Owner {
@@ -113,7 +116,8 @@ impl Hosts {
         let listener = UnixListener::bind(&exit).unwrap();
         let rule = Forward { name: "rule".into(), listen: None, connect: None };
         let mut b = config(path("b"));
-        b.forwards = vec![Forward { connect: Some(exit), ..rule.clone() }];
+        let connect = Some(ForwardExit { path: exit, from: vec![ForwardSource::Any] });
+        b.forwards = vec![Forward { connect, ..rule.clone() }];
         change(&mut b);
         let b_proxy = Proxy::start(b.clone(), events.of('b')).unwrap();
         let address = socket_address(&b_proxy);

@@ -8,7 +8,9 @@ use serde_json::json;
 use vmferry::config::compression::{CompressionConfig, CompressionWay};
 use vmferry::config::policy::{Admission, Policy};
 use vmferry_control::TlsFiles;
-use vmferry_proxy::{Forward, Owner, Peer, ProxyConfig, Timings, is_plain_name};
+use vmferry_proxy::{
+    Forward, ForwardExit, ForwardSource, Owner, Peer, ProxyConfig, Timings, is_plain_name,
+};
 use vmferry_transport::{Address, PeerIdentity};
 use vmferry_wire::GuestIdentity;
 
@@ -58,6 +60,7 @@ struct ForwardTable {
     listen: Option<PathBuf>,
     peer: Option<String>,
     connect: Option<PathBuf>,
+    from: Option<Vec<String>>,
 }
 
 fn default_directory() -> PathBuf {
@@ -157,6 +160,7 @@ impl Configuration {
             journals: PathBuf::new(),
             domains: Some(Arc::new(LibvirtDomains)),
             keeper: None,
+            access: None,
             timings: Timings { reconnect, ..defaults },
             compression: CompressionConfig { way, ..CompressionConfig::default() },
             bandwidth,
@@ -180,7 +184,7 @@ impl Configuration {
     }
 
     fn rule(&self, table: &ForwardTable) -> Result<Forward, Failure> {
-        let ForwardTable { name, listen, peer, connect } = table.clone();
+        let ForwardTable { name, listen, peer, connect, from } = table.clone();
         if self.forwards.iter().filter(|rule| rule.name == name).count() > 1 {
             return Err(wrong(format!("two rules have the name {name}")));
         }
@@ -203,7 +207,46 @@ impl Configuration {
                 "rule {name} does nothing: give `listen` and `peer`, or `connect`"
             )));
         }
+        let connect = match (connect, from) {
+            (Some(path), Some(from)) if !from.is_empty() => {
+                let from = from.iter().map(|host| self.source(&name, host));
+                Some(ForwardExit { path, from: from.collect::<Result<_, _>>()? })
+            }
+            (Some(_), _) => {
+                return Err(wrong(format!(
+                    "rule {name} does not say which hosts may use its `connect`: add \
+                     `from = [\"HOST\"]` with names of peers or URIs of certificates"
+                )));
+            }
+            (None, Some(_)) => {
+                return Err(wrong(format!("rule {name} has `from` and no `connect`")));
+            }
+            (None, None) => None,
+        };
         Ok(Forward { name, listen, connect })
+    }
+
+    /// A host in `from` of a rule.
+    fn source(&self, rule: &str, host: &str) -> Result<ForwardSource, Failure> {
+        if host == "*" {
+            return Ok(ForwardSource::Any);
+        }
+        if host.contains("://") {
+            return Ok(ForwardSource::Named(host.to_owned()));
+        }
+        let peer = self.peers.iter().find(|peer| peer.name == host);
+        let peer = peer.ok_or_else(|| {
+            wrong(format!(
+                "`from` of rule {rule} names the unknown peer {host}: use the `name` of a peer, \
+                 the URI of a certificate such as spiffe://vmferry/host/host-a, or \"*\""
+            ))
+        })?;
+        let name = match (&peer.id, self.address(&peer.address)?) {
+            (Some(id), _) => id.clone(),
+            (None, Address::Tls { host, .. } | Address::Tcp { host, .. }) => host,
+            (None, address) => address.to_string(),
+        };
+        Ok(ForwardSource::Named(name))
     }
 
     fn admission(&self, output: &Output) -> Result<Arc<dyn Admission>, Failure> {
