@@ -25,6 +25,7 @@ mod incoming;
 mod keeper;
 mod libvirt;
 mod outgoing;
+mod packers;
 mod packing;
 mod proxy;
 mod records;

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmferry::config::compression::CompressionConfig;
-use vmferry::data::source::chooser::Chooser;
+use vmferry::data::source::chooser::{Chooser, Decision};
 use vmferry::vmm::streamed::{Marks, PageMark, Recogniser};
-use vmferry_codec::{Choice, CompressError, EncodedFrame, HotPages, Piece, StreamEncoder};
+use vmferry_codec::{
+    Choice, CompressError, EncodedFrame, HotPages, Method, Piece, StreamEncoder,
+};
 use vmferry_memory::{PAGE_SIZE, SlotId};
 use vmferry_qemu::AnyStream;
 use vmferry_transport::RateLimiter;
@@ -51,7 +53,6 @@ pub struct Packer {
     recogniser: Recognition,
     marks: Marks,
     kept: HotPages,
-    encoder: StreamEncoder,
     /// Where the next piece begins in the stream.
     offset: u64,
     pass: Pass,
@@ -87,22 +88,21 @@ impl Pass {
 impl Packer {
     /// Sends the bytes as they are.
     pub fn plain() -> Self {
-        Self::with(None, &CompressionConfig::default(), 0)
+        Self::with(None, 0)
     }
 
     /// Compresses when that pays. `chooser` also hears from the senders of the stream's links.
     pub fn compressing(chooser: Arc<Chooser>, config: &CompressionConfig) -> Self {
         let most = u64::from(MAX_KEPT_PAGES_OF_A_STREAM) * PAGE_SIZE as u64;
-        Self::with(Some(chooser), config, config.delta_memory.min(most))
+        Self::with(Some(chooser), config.delta_memory.min(most))
     }
 
-    fn with(chooser: Option<Arc<Chooser>>, config: &CompressionConfig, kept_bytes: u64) -> Self {
+    fn with(chooser: Option<Arc<Chooser>>, kept_bytes: u64) -> Self {
         Self {
             chooser,
             recogniser: Recognition::Qemu(AnyStream::new()),
             marks: Marks::default(),
             kept: HotPages::new(kept_bytes),
-            encoder: StreamEncoder::new(config.compressors.clone()),
             offset: 0,
             pass: Pass { number: 1, last: (SlotId(0), 0) },
         }
@@ -133,50 +133,67 @@ impl Packer {
         bytes.len()
     }
 
-    /// Encodes the first `bytes` bytes of the frame's buffer. `idle` says that the link waits.
-    ///
-    /// # Errors
-    /// The compressor's.
-    pub fn pack(
-        &mut self,
-        frame: &mut EncodedFrame,
-        bytes: usize,
-        idle: bool,
-    ) -> Result<(), CompressError> {
+    /// Divides the first `bytes` bytes of the frame's buffer. Pieces are divided in the order of
+    /// the stream, and may then be encoded in any order. `idle` says that the link waits.
+    pub fn divide(&mut self, mut frame: EncodedFrame, bytes: usize, idle: bool) -> DividedPiece {
         if matches!(self.recogniser, Recognition::Blocks) && self.chooser.is_some() {
             let block = |index| PageMark { at: index * PAGE_SIZE, slot: SlotId(0), page: 0 };
             self.marks.pages.extend((0..bytes / PAGE_SIZE).map(block));
         } else {
             self.pass.saw(&self.marks.pages);
         }
-        let Some(chooser) = &self.chooser else {
-            let piece = self.piece(bytes);
-            frame.divide(piece, &self.kept, Choice::default());
-            self.encoder.encode(frame, None)?;
-            self.offset += bytes as u64;
-            return Ok(());
-        };
         let begun = Instant::now();
         let round = match self.recogniser {
             Recognition::Qemu(_) => self.pass.number,
             // Never a delta: nothing is known to be sent twice.
             Recognition::Blocks => 1,
         };
-        let decision = match chooser.skips_compression() && !chooser.needs_compressors() {
-            true => chooser.choose_uncompressed(round),
-            false => chooser.choose(idle, round),
-        };
+        let decision = self.chooser.as_ref().map(|chooser| {
+            match chooser.skips_compression() && !chooser.needs_compressors() {
+                true => chooser.choose_uncompressed(round),
+                false => chooser.choose(idle, round),
+            }
+        });
+        let choice = decision.map_or_else(Choice::default, |decision| decision.choice);
         let piece = Piece { round, ..self.piece(bytes) };
-        frame.divide(piece, &self.kept, decision.choice);
-        let (counts, _) = self.encoder.encode(frame, decision.choice.pack)?;
-        chooser.encoded(decision, counts, begun.elapsed());
+        frame.divide(piece, &self.kept, choice);
         self.offset += bytes as u64;
-        Ok(())
+        let learns = self.chooser.clone().zip(decision);
+        DividedPiece { frame, method: choice.pack, learns, dividing: begun.elapsed() }
     }
 
     fn piece(&self, bytes: usize) -> Piece<'_> {
         let Self { marks, offset, pass, .. } = self;
         let (pages, zero_pages) = (&marks.pages[..], marks.zero_pages);
         Piece { offset: *offset, bytes, pages, zero_pages, round: pass.number }
+    }
+}
+
+/// A piece that is divided into pages and other bytes, and not encoded yet.
+pub struct DividedPiece {
+    frame: EncodedFrame,
+    method: Option<Method>,
+    /// Hears what the encoding took.
+    learns: Option<(Arc<Chooser>, Decision)>,
+    dividing: Duration,
+}
+
+impl DividedPiece {
+    /// Whether it has to be compressed, which takes longer than all else.
+    pub fn is_to_be_compressed(&self) -> bool {
+        self.method.is_some()
+    }
+
+    /// Encodes it.
+    ///
+    /// # Errors
+    /// The compressor's.
+    pub fn encode(mut self, encoder: &mut StreamEncoder) -> Result<EncodedFrame, CompressError> {
+        let begun = Instant::now();
+        let (counts, _) = encoder.encode(&mut self.frame, self.method)?;
+        if let Some((chooser, decision)) = self.learns {
+            chooser.encoded(decision, counts, self.dividing + begun.elapsed());
+        }
+        Ok(self.frame)
     }
 }

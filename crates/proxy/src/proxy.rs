@@ -10,9 +10,9 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use parking_lot::{Mutex, RwLock};
-use vmferry::config::WorkerCount;
 use vmferry::config::compression::CompressionConfig;
 use vmferry::data::source::chooser::Chooser;
+use vmferry_codec::StreamEncoder;
 use vmferry_handover::{OperatorWord, SessionId};
 use vmferry_transport::{Address, ListenerCloser, PeerIdentity, RateLimiter};
 use vmferry_wire::Token;
@@ -25,6 +25,7 @@ use crate::event::{Observer, ProxyEvent, Side, StreamName};
 use crate::host_sockets::{HostSockets, Places};
 use crate::keeper::Keeper;
 use crate::libvirt::{DoubtStatus, MigrationStatus, Migrations};
+use crate::packers::Packers;
 use crate::packing::{Pacer, Packer};
 use crate::refusals::Refusals;
 use crate::stream::{LocalReader, LocalWriter, Output, Stream, StreamFailure, Tap, Waker};
@@ -55,6 +56,7 @@ pub(crate) struct Shared {
     numbers: AtomicU64,
     sessions: AtomicU64,
     limiters: Mutex<HashMap<String, RateLimiter>>,
+    packers: Packers,
     refusals: Mutex<Refusals>,
     /// Access to files and names of this host.
     pub access: Arc<dyn HostAccess>,
@@ -283,6 +285,7 @@ impl Shared {
         let number = self.numbers.fetch_add(1, Ordering::Relaxed) + 1;
         let config = self.config();
         let (packer, pacer) = packing(&config.compression, compress, config.bandwidth, limiter);
+        let encoder = StreamEncoder::new(config.compression.compressors.clone());
         let entry = Arc::new(Entry {
             stream: Arc::clone(&stream),
             name: StreamName { number, peer, target, side },
@@ -312,7 +315,8 @@ impl Shared {
             streams.insert(token, Arc::clone(&entry));
         }
         let writer = LocalWriter { stream: Arc::clone(&stream), socket: of_writer, output };
-        let reader = LocalReader { stream, socket, packer, tap, waker };
+        let packers = self.packers.clone();
+        let reader = LocalReader { stream, socket, packer, encoder, packers, tap, waker };
         let started = std::thread::Builder::new()
             .name("local-write".into())
             .spawn(move || writer.run())
@@ -367,9 +371,7 @@ fn packing(
     if !compress {
         return (Packer::plain(), Pacer::new(None, Some(limiter)));
     }
-    // One thread reads, recognizes and compresses a stream.
-    let config = CompressionConfig { workers: WorkerCount::new(1).ok(), ..config.clone() };
-    let chooser = Arc::new(Chooser::new(&config, 1, cap));
-    let packer = Packer::compressing(Arc::clone(&chooser), &config);
+    let chooser = Arc::new(Chooser::new(config, 1, cap));
+    let packer = Packer::compressing(Arc::clone(&chooser), config);
     (packer, Pacer::new(Some(chooser), Some(limiter)))
 }

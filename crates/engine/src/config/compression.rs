@@ -122,7 +122,8 @@ impl Default for CompressionConfig {
 }
 
 /// The thread count for `workers`, or its default if it is not set.
-pub(crate) fn worker_threads(workers: Option<WorkerCount>) -> usize {
+#[must_use]
+pub fn worker_threads(workers: Option<WorkerCount>) -> usize {
     let processors = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     workers.map_or_else(|| processors().min(MOST_WORKERS.into()), |count| count.get().into())
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64};
 
 use parking_lot::{Mutex, RwLock};
+use vmferry::config::compression::worker_threads;
 use vmferry_transport::{Address, Listener};
 
 use super::{Own, Proxy, Shared};
@@ -18,6 +19,7 @@ use crate::host_sockets::{HostSockets, Places};
 use crate::incoming;
 use crate::keeper::Keeper;
 use crate::libvirt::{self, Migrations};
+use crate::packers::Packers;
 
 /// A proxy that listens for peers and accepts nothing yet. No thread was started, so the process
 /// can restrict itself now.
@@ -68,8 +70,12 @@ impl BoundProxy {
                 (Arc::clone(&own) as _, Some(own))
             }
         };
+        let compression = &config.compression;
+        let workers = worker_threads(compression.workers);
+        let packers = Packers::start(workers, &compression.compressors).map_err(no_thread)?;
         let shared = Arc::new(Shared {
             keeper,
+            packers,
             access,
             own,
             config: RwLock::new(Arc::new(config)),

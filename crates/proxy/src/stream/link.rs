@@ -167,7 +167,8 @@ fn send(
                 }
                 let written = written.and_then(|()| frame.write_to(&mut writer));
                 spoken = Instant::now();
-                stream.sent(number, frame);
+                // A later link's sender may be waiting for this frame.
+                stream.put(number, frame);
                 written?;
                 Counters::add(&stream.counters.sent, bytes);
                 pacer.sent(bytes, begun - waiting, begun.elapsed());

@@ -111,7 +111,7 @@ impl Stream {
                 state.told_placed = state.inbox.placed();
                 return Next::Placed(state.told_placed);
             }
-            let alone = state.window.len() == 1;
+            let alone = state.window.is_idle();
             if let Some((number, frame)) = state.window.take() {
                 state.pace.sent(Instant::now(), number, alone);
                 return Next::Frame(number, frame);
@@ -126,17 +126,6 @@ impl Stream {
                 return Next::Alive;
             }
         }
-    }
-
-    /// Keeps a frame that a sender has written, or could not write.
-    pub(super) fn sent(&self, number: u64, frame: EncodedFrame) {
-        let mut state = self.state.lock();
-        if let Some(placed) = state.window.give_back(number, frame) {
-            state.keep(placed);
-        }
-        drop(state);
-        // A later link's sender may be waiting for this frame.
-        self.to_send.notify_all();
     }
 
     /// A buffer to receive into.

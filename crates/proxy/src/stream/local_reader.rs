@@ -5,11 +5,12 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmferry_codec::EncodedFrame;
+use vmferry_codec::{EncodedFrame, StreamEncoder};
 use vmferry_memory::GuestBytes;
 
 use super::waker::{Waker, is_readable};
 use super::{Counters, Stream, StreamFailure};
+use crate::packers::{Packers, encode};
 use crate::packing::Packer;
 
 /// The least size of a piece, if the process has written that much.
@@ -36,8 +37,12 @@ pub struct LocalReader {
     pub stream: Arc<Stream>,
     /// The socket.
     pub socket: UnixStream,
-    /// Encodes the frames.
+    /// Divides the pieces.
     pub packer: Packer,
+    /// Encodes pieces that need no compression.
+    pub encoder: StreamEncoder,
+    /// Compress the others.
+    pub packers: Packers,
     /// Sees the bytes first. Such a stream is sent as it comes.
     pub tap: Option<Box<dyn Tap>>,
     /// Makes the tap pass on what it has added itself.
@@ -70,7 +75,7 @@ impl LocalReader {
             let cut = self.read_piece(&mut frame, &mut rest);
             let Cut { bytes, last } = cut.map_err(|error| format!("reading: {error}"))?;
             if bytes > 0 {
-                self.push(frame, bytes)?;
+                self.push(frame, bytes);
             } else {
                 self.stream.give_back(frame);
             }
@@ -130,13 +135,15 @@ impl LocalReader {
     }
 
     /// Encodes and sends the piece in the frame's buffer.
-    fn push(&mut self, mut frame: EncodedFrame, bytes: usize) -> Result<(), String> {
-        let idle = self.stream.is_sender_idle();
-        self.packer
-            .pack(&mut frame, bytes, idle)
-            .map_err(|error| format!("compressing: {}", vmferry::chain(&error)))?;
-        self.stream.push(frame, bytes, false);
-        Ok(())
+    fn push(&mut self, frame: EncodedFrame, bytes: usize) {
+        let piece = self.packer.divide(frame, bytes, self.stream.is_sender_idle());
+        let number = self.stream.reserve(bytes);
+        if piece.is_to_be_compressed() {
+            self.packers.encode(piece, number, &self.stream);
+        } else {
+            // Sooner than another thread would wake up.
+            encode(piece, &mut self.encoder, number, &self.stream);
+        }
     }
 
     /// Reads as the bytes come, and sends what the tap passes on.
@@ -159,7 +166,7 @@ impl LocalReader {
                 let Some(mut frame) = self.stream.acquire() else { return Ok(()) };
                 frame.bytes_mut(bytes.len()).copy_from_slice(bytes);
                 self.packer.begin_piece();
-                self.push(frame, bytes.len())?;
+                self.push(frame, bytes.len());
             }
             passed.clear();
             if read == Some(0) {
@@ -176,6 +183,6 @@ impl LocalReader {
     fn end(&self) {
         let Some(mut frame) = self.stream.acquire() else { return };
         frame.end_of_round(1);
-        self.stream.push(frame, 0, true);
+        self.stream.put_last(frame);
     }
 }

@@ -228,12 +228,27 @@ impl Stream {
         self.state.lock().sender_idle
     }
 
-    /// Sends a frame, which counts as this number of bytes. `last` says that no other follows.
-    fn push(&self, frame: EncodedFrame, bytes: usize, last: bool) {
-        let bytes = bytes.max(frame.wire_bytes());
+    /// The number of the next frame, of a piece with this number of bytes.
+    fn reserve(&self, bytes: usize) -> u64 {
+        self.state.lock().window.reserve(bytes)
+    }
+
+    /// Sends a frame when its turn comes.
+    pub fn put(&self, number: u64, frame: EncodedFrame) {
         let mut state = self.state.lock();
-        state.window.push(frame, bytes);
-        state.local_ended |= last;
+        if let Some(placed) = state.window.put(number, frame) {
+            state.keep(placed);
+        }
+        drop(state);
+        self.to_send.notify_all();
+    }
+
+    /// Sends the frame after which no other follows.
+    fn put_last(&self, frame: EncodedFrame) {
+        let mut state = self.state.lock();
+        let number = state.window.reserve(frame.wire_bytes());
+        state.window.put(number, frame);
+        state.local_ended = true;
         drop(state);
         self.to_send.notify_all();
     }

@@ -16,6 +16,9 @@ const SPAN: Duration = Duration::from_millis(20);
 /// Always allowed: three full pieces, so that one is read, one sent and one written.
 const LEAST_BYTES: usize = 1 << 20;
 
+/// Never more, so that the last piece and the tables of all frames fit the window as well.
+const MOST_BYTES: usize = MAX_WINDOW_BYTES - (1 << 20);
+
 /// The rate is measured over at least this time.
 const MEASURED: Duration = Duration::from_millis(50);
 
@@ -47,7 +50,7 @@ impl Pace {
         let Some(rate) = self.rate else { return LEAST_BYTES };
         let span = 2.0 * self.round_trip.min(Duration::from_secs(1)).as_secs_f64();
         let bytes = rate * (span + SPAN.as_secs_f64());
-        (bytes as usize).clamp(LEAST_BYTES, MAX_WINDOW_BYTES)
+        (bytes as usize).clamp(LEAST_BYTES, MOST_BYTES)
     }
 
     /// Bytes per second that the peer has placed lately.

@@ -35,7 +35,7 @@ pub struct SendWindow<F> {
 
 #[derive(Debug)]
 struct Kept<F> {
-    /// `None` while a sender writes the frame.
+    /// `None` until the frame is encoded, and while a sender writes it.
     frame: Option<F>,
     bytes: usize,
 }
@@ -62,15 +62,22 @@ impl<F> SendWindow<F> {
         self.frames.is_empty()
     }
 
-    /// Adds the next frame, which counts as this number of bytes.
-    pub fn push(&mut self, frame: F, bytes: usize) {
-        self.bytes += bytes;
-        self.frames.push_back(Kept { frame: Some(frame), bytes });
+    /// Whether the peer has placed every frame that was begun on the present link.
+    pub fn is_idle(&self) -> bool {
+        self.begun == self.placed
     }
 
-    /// The next frame for the present link, to write. It must be passed to
-    /// [`give_back`](Self::give_back), written or not. `None` if every frame has been written, or
-    /// the sender of the previous link still has this one.
+    /// Adds the next frame, which counts as this number of bytes, and returns its number. The frame
+    /// itself follows with [`put`](Self::put) once it is encoded.
+    pub fn reserve(&mut self, bytes: usize) -> u64 {
+        self.bytes += bytes;
+        self.frames.push_back(Kept { frame: None, bytes });
+        self.placed + self.frames.len() as u64
+    }
+
+    /// The next frame for the present link, to write. It must be passed to [`put`](Self::put),
+    /// written or not. `None` if every frame has been written, if this one is not encoded yet, or
+    /// if the sender of the previous link still has it.
     pub fn take(&mut self) -> Option<(u64, F)> {
         let index = usize::try_from(self.begun - self.placed).ok()?;
         let frame = self.frames.get_mut(index)?.frame.take()?;
@@ -79,8 +86,8 @@ impl<F> SendWindow<F> {
         Some((self.begun, frame))
     }
 
-    /// Keeps a frame that was taken. Returns it if the peer has placed it meanwhile.
-    pub fn give_back(&mut self, number: u64, frame: F) -> Option<F> {
+    /// Keeps a frame that was encoded or written. Returns it if the peer has placed it meanwhile.
+    pub fn put(&mut self, number: u64, frame: F) -> Option<F> {
         if number <= self.placed {
             return Some(frame);
         }
@@ -136,7 +143,10 @@ mod tests {
 
     fn window(frames: &str) -> SendWindow<char> {
         let mut window = SendWindow::default();
-        frames.chars().for_each(|frame| window.push(frame, 10));
+        for frame in frames.chars() {
+            let number = window.reserve(10);
+            assert_eq!(window.put(number, frame), None);
+        }
         window
     }
 
@@ -146,7 +156,7 @@ mod tests {
         for expected in [(1, 'a'), (2, 'b')] {
             let (number, frame) = window.take().unwrap();
             assert_eq!((number, frame), expected);
-            assert_eq!(window.give_back(number, frame), None);
+            assert_eq!(window.put(number, frame), None);
         }
         let mut freed = String::new();
         assert_eq!(window.placed(1, |frame| freed.push(frame)), Ok(10));
@@ -160,7 +170,7 @@ mod tests {
         let mut window = window("abcd");
         for _ in 0..3 {
             let (number, frame) = window.take().unwrap();
-            window.give_back(number, frame);
+            window.put(number, frame);
         }
         window.placed(1, drop).unwrap();
         window.resume(2).unwrap();
@@ -173,7 +183,7 @@ mod tests {
         let mut window = window("a");
         let (number, frame) = window.take().unwrap();
         assert_eq!(window.placed(1, |_| panic!("the sender has it")), Ok(10));
-        assert_eq!(window.give_back(number, frame), Some('a'));
+        assert_eq!(window.put(number, frame), Some('a'));
         assert!(window.is_empty());
     }
 
@@ -183,15 +193,34 @@ mod tests {
         let (number, frame) = window.take().unwrap();
         window.resume(0).unwrap();
         assert_eq!(window.take(), None);
-        window.give_back(number, frame);
+        window.put(number, frame);
         assert_eq!(window.take(), Some((1, 'a')));
+    }
+
+    #[test]
+    fn frames_leave_in_order_however_they_are_encoded() {
+        let mut window = SendWindow::default();
+        let numbers = [(); 3].map(|()| window.reserve(10));
+        assert_eq!((numbers, window.bytes(), window.take()), ([1, 2, 3], 30, None));
+        window.put(2, 'b');
+        assert_eq!(window.take(), None, "the first one is due");
+        window.put(1, 'a');
+        assert_eq!((window.take(), window.take()), (Some((1, 'a')), Some((2, 'b'))));
+        assert_eq!(window.take(), None);
+        assert!(!window.is_idle());
+        window.put(1, 'a');
+        window.put(2, 'b');
+        window.placed(2, drop).unwrap();
+        assert!(window.is_idle());
+        window.put(3, 'c');
+        assert_eq!(window.take(), Some((3, 'c')));
     }
 
     #[test]
     fn impossible_numbers_are_refused() {
         let mut window = window("abc");
         let (number, frame) = window.take().unwrap();
-        window.give_back(number, frame);
+        window.put(number, frame);
         let most = |error: ImpossibleNumber| (error.number, error.least, error.most);
         assert_eq!(window.placed(2, drop).map_err(most), Err((2, 0, 1)), "never sent");
         assert_eq!(window.resume(2).map_err(most), Err((2, 0, 1)));
