@@ -84,7 +84,7 @@ impl Domain {
                 namespace = " xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'";
                 boot = format!(
                     "<kernel>{}</kernel><initrd>{}</initrd>\
-                     <cmdline>console=ttyS0 quiet panic=-1 {}</cmdline>",
+                     <cmdline>console=ttyS0 quiet panic=-1 no_timer_check {}</cmdline>",
                     software.kernel.display(),
                     software.initramfs.display(),
                     self.workload
