@@ -23,6 +23,7 @@
 //! The model in `testing/model` checks these functions.
 
 mod destination;
+mod owner;
 mod record;
 mod source;
 
@@ -30,7 +31,8 @@ use serde::{Deserialize, Serialize};
 use strum::Display;
 
 pub use self::destination::{DestinationAction, DestinationFinish, DestinationStep, DomainSeen};
-pub use self::record::FinishRecord;
+pub use self::owner::FinishOwner;
+pub use self::record::{FinishEntry, FinishRecord};
 pub use self::source::{SourceAction, SourceFinish, SourceStep};
 use crate::OperatorWord;
 

@@ -50,8 +50,9 @@ pub use destination::{
     DestinationEffect, DestinationEvent, DestinationRecords, DestinationState, recover_destination,
 };
 pub use finish::{
-    DestinationAction, DestinationFinish, DestinationStep, DomainSeen, FinishAnswer, FinishError,
-    FinishRecord, FinishStep, FinishWord, SourceAction, SourceFinish, SourceStep,
+    DestinationAction, DestinationFinish, DestinationStep, DomainSeen, FinishAnswer, FinishEntry,
+    FinishError, FinishOwner, FinishRecord, FinishStep, FinishWord, SourceAction, SourceFinish,
+    SourceStep,
 };
 pub use guest::{
     CommitWritten, Committed, Paused, Resume, Running, SourceGuest, VmError, write_commit,

@@ -9,6 +9,7 @@ use vmferry::config::policy::Admission;
 use vmferry_transport::{Address, PeerIdentity, TlsIdentity};
 
 use crate::access::HostAccess;
+use crate::keeper::KeeperProgram;
 use crate::libvirt::Domains;
 use crate::stream::Timings;
 
@@ -36,9 +37,9 @@ pub struct ProxyConfig {
     pub journals: PathBuf,
     /// Asks this host's libvirt about its domains.
     pub domains: Option<Arc<dyn Domains>>,
-    /// The socket of the keeper, which holds connections if this daemon dies. Without one, a guest
-    /// may run on two hosts if the daemon dies while libvirt finishes its migration.
-    pub keeper: Option<PathBuf>,
+    /// The keeper, which holds connections if this daemon dies. Without one, a guest may run on two
+    /// hosts if the daemon dies while libvirt finishes its migration.
+    pub keeper: Option<Arc<dyn KeeperProgram>>,
     /// Does with files and names of this host what this process can't do itself, because it is
     /// restricted. Without it this process does it.
     pub access: Option<Arc<dyn HostAccess>>,

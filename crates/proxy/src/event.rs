@@ -124,6 +124,34 @@ pub enum ProxyEvent {
         /// The other host.
         peer: String,
     },
+    /// The link is lost, and libvirt of this host has not answered Finish. Its connection is kept
+    /// until it does.
+    Awaiting {
+        /// The session.
+        session: String,
+        /// The guest's name.
+        guest: String,
+    },
+    /// The word about a Finish can't be written to the journal. It is tried again at intervals.
+    Unjournaled {
+        /// The session.
+        session: String,
+        /// The guest's name.
+        guest: String,
+        /// Why.
+        reason: String,
+    },
+    /// The process that keeps connections had ended, and was started again.
+    KeeperRestarted {
+        /// The connections that it was given.
+        connections: usize,
+    },
+    /// The process that keeps connections has ended, and can't be started. It is tried again once
+    /// a second.
+    KeeperFailed {
+        /// Why.
+        reason: String,
+    },
     /// The destination's libvirt has answered Finish.
     Finished {
         /// The guest's name.
@@ -176,6 +204,23 @@ impl fmt::Display for ProxyEvent {
                 "guest {guest} may run at {peer}, whose answer is lost: it stays paused here until \
                  {peer} answers (session {session})"
             ),
+            Self::Awaiting { session, guest } => write!(
+                f,
+                "the link is lost before libvirt has answered whether guest {guest} runs here: its \
+                 answer is awaited (session {session})"
+            ),
+            Self::Unjournaled { session, guest, reason } => write!(
+                f,
+                "the word about guest {guest} can't be written, and is tried again (session \
+                 {session}): {reason}"
+            ),
+            Self::KeeperRestarted { connections } => write!(
+                f,
+                "the process that keeps connections was started again, with {connections} of them"
+            ),
+            Self::KeeperFailed { reason } => {
+                write!(f, "the process that keeps connections can't be started: {reason}")
+            }
             Self::Finished { guest, peer, side: Side::Opener, error: None } => {
                 write!(f, "guest {guest} runs at {peer}")
             }

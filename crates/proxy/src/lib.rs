@@ -37,8 +37,8 @@ pub use config::{Forward, ForwardExit, ForwardSource, Owner, Peer, ProxyConfig, 
 pub use error::ProxyError;
 pub use event::{Observer, ProxyEvent, Side, StreamName};
 pub use host_sockets::{HostSockets, Places};
-pub use keeper::{Keeper, serve as serve_keeper};
-pub use libvirt::{Domains, DoubtStatus, MigrationStatus, Phase};
+pub use keeper::{KeeperProgram, connect as connect_to_keeper, serve as serve_keeper};
+pub use libvirt::{Domains, DoubtStatus, MigrationStatus, Phase, answer_held};
 pub use outgoing::LIBVIRT_SOCKET;
 pub use proxy::{BoundProxy, Proxy, StreamStatus};
 pub use stream::Timings;

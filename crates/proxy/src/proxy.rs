@@ -221,6 +221,11 @@ impl Shared {
         Arc::clone(&self.config.read())
     }
 
+    /// Whether the proxy ends.
+    pub fn is_ending(&self) -> bool {
+        self.ending.load(Ordering::Acquire)
+    }
+
     /// A number for an RPC connection.
     pub fn next_session(&self) -> u64 {
         self.sessions.fetch_add(1, Ordering::Relaxed)

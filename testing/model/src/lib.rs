@@ -31,6 +31,7 @@
 
 mod action;
 mod effects;
+mod explorer;
 pub mod finish;
 mod model;
 mod report;

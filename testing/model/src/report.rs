@@ -1,9 +1,10 @@
 //! Runs the checker and reports the result.
 
 use serde::Serialize;
-use stateright::{Checker, Expectation, HasDiscoveries, Model};
+use stateright::HasDiscoveries;
 
-use crate::model::{BrokenRule, Handover, ONE_OWNER_IN_THE_END};
+use crate::explorer::explore;
+use crate::model::{BrokenRule, Handover};
 
 /// A violated property, and the shortest path to the violation.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -42,44 +43,12 @@ impl Outcome {
 /// Explores the whole state space, optionally with a broken rule.
 #[must_use]
 pub fn check(broken: Option<BrokenRule>) -> Outcome {
-    let model = Handover { broken, ..Handover::default() };
-    let properties = model.properties();
-    // The first run finds the violated properties. One more breadth-first run per violated property
-    // stops at its first violation, whose path is the shortest.
-    let checker = model.checker().threads(1).finish_when(HasDiscoveries::All).spawn_bfs().join();
-    let found = checker.discoveries();
-    let of = |expectation: Expectation| {
-        properties
-            .iter()
-            .filter(move |property| property.expectation == expectation)
-            .map(|property| property.name)
+    let handover = |only| Handover { broken, only, ..Handover::default() };
+    let whole = explore(handover(None), HasDiscoveries::All);
+    // That run finds the violated properties. One more for each of them stops at its first
+    // violation, whose path is the shortest.
+    let shortest = |finding: &Finding| {
+        explore(handover(Some(finding.property)), HasDiscoveries::AnyFailures).violations.pop()
     };
-    Outcome {
-        states: checker.unique_state_count(),
-        transitions: checker.state_count(),
-        depth: checker.max_depth(),
-        violations: of(Expectation::Always)
-            .filter(|name| found.contains_key(name))
-            .filter_map(|property| shortest(broken, property))
-            .collect(),
-        missing: of(Expectation::Sometimes).filter(|name| !found.contains_key(name)).collect(),
-    }
-}
-
-/// The shortest path to a violation of one property.
-fn shortest(broken: Option<BrokenRule>, property: &'static str) -> Option<Finding> {
-    let model = Handover { broken, only: Some(property), ..Handover::default() };
-    let checker =
-        model.checker().threads(1).finish_when(HasDiscoveries::AnyFailures).spawn_bfs().join();
-    let path = checker.discovery(property)?;
-    let last = path.last_state().clone();
-    let mut steps: Vec<String> = path.into_actions().iter().map(ToString::to_string).collect();
-    let end = if property == ONE_OWNER_IN_THE_END {
-        let (rest, end) = checker.model().path_to_dead_end(&last);
-        steps.extend(rest.iter().map(ToString::to_string));
-        format!("permanently: {}", end.who_has_the_guest())
-    } else {
-        last.who_has_the_guest()
-    };
-    Some(Finding { property, steps, end })
+    Outcome { violations: whole.violations.iter().filter_map(shortest).collect(), ..whole }
 }

@@ -1,51 +1,35 @@
 //! Whether a world without faults settles with the guest on exactly one host.
 
-use std::collections::{HashMap, HashSet, VecDeque};
-
 use stateright::Model;
 
 use crate::action::Action;
-use crate::model::Handover;
+use crate::explorer::{DeadEnd, Explorable, Explored, path_to_dead_end, settles};
+use crate::model::{Handover, ONE_OWNER_IN_THE_END};
 use crate::world::World;
 
-impl Handover {
-    /// Whether a settled world is reachable from this world and from all of its successors. Then
-    /// every fair schedule reaches one.
-    pub(crate) fn settles(&self, world: &World) -> bool {
-        let mut known = self.settling.lock();
-        if known.contains(world) {
-            return true;
-        }
-        let (reached, settling) = self.future(world, &known);
-        let all = reached.iter().all(|world| settling.contains(world));
-        if all {
-            known.extend(settling);
-        }
-        all
+impl Explored for World {
+    fn in_words(&self) -> String {
+        self.who_has_the_guest()
     }
+}
 
-    /// The shortest path from a world that may not settle to one that never will.
-    pub(crate) fn path_to_dead_end(&self, from: &World) -> (Vec<Action>, World) {
-        let (_, settling) = self.future(from, &HashSet::new());
-        let mut seen = HashSet::from([from.clone()]);
-        let mut queue = VecDeque::from([(from.clone(), Vec::new())]);
-        while let Some((at, path)) = queue.pop_front() {
-            if !settling.contains(&at) {
-                return self.rest(at, path);
-            }
-            for (action, next) in self.next_steps(&at) {
-                if seen.insert(next.clone()) {
-                    let mut longer = path.clone();
-                    longer.push(action);
-                    queue.push_back((next, longer));
-                }
-            }
-        }
-        (Vec::new(), from.clone())
+impl Explorable for Handover {
+    fn dead_end(&self, property: &str, from: &World) -> Option<DeadEnd<Self>> {
+        (property == ONE_OWNER_IN_THE_END).then(|| {
+            let (path, at) = path_to_dead_end(self, from, World::is_settled);
+            self.rest(at, path)
+        })
+    }
+}
+
+impl Handover {
+    /// Whether every fair schedule reaches a settled world.
+    pub(crate) fn settles(&self, world: &World) -> bool {
+        settles(self, world, &self.settling, World::is_settled)
     }
 
     /// Appends the pending steps, so that a trace ends in a state at rest.
-    fn rest(&self, mut world: World, mut path: Vec<Action>) -> (Vec<Action>, World) {
+    fn rest(&self, mut world: World, mut path: Vec<Action>) -> DeadEnd<Self> {
         let forced = |action: &Action| {
             matches!(
                 action,
@@ -62,36 +46,5 @@ impl Handover {
             world = next;
         }
         (path, world)
-    }
-
-    /// All reachable worlds, up to those that are known to settle, and the subset of them from
-    /// which a settled world is reachable.
-    fn future(&self, from: &World, known: &HashSet<World>) -> (HashSet<World>, HashSet<World>) {
-        let mut came_from: HashMap<World, Vec<World>> = HashMap::from([(from.clone(), vec![])]);
-        let mut queue = VecDeque::from([from.clone()]);
-        let mut good = Vec::new();
-        while let Some(at) = queue.pop_front() {
-            if known.contains(&at) {
-                good.push(at);
-                continue;
-            }
-            if at.is_settled() {
-                good.push(at.clone());
-            }
-            for next in self.next_states(&at) {
-                let before = came_from.entry(next.clone()).or_insert_with(|| {
-                    queue.push_back(next);
-                    Vec::new()
-                });
-                before.push(at.clone());
-            }
-        }
-        let mut settling = HashSet::new();
-        while let Some(at) = good.pop() {
-            if settling.insert(at.clone()) {
-                good.extend(came_from[&at].iter().cloned());
-            }
-        }
-        (came_from.into_keys().collect(), settling)
     }
 }

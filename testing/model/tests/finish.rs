@@ -15,7 +15,7 @@ fn each_broken_finish_rule_is_detected() {
     const END: &str = "in the end exactly one host has the guest or an operator is needed";
     for rule in BrokenFinish::all() {
         let damage = match rule {
-            BrokenFinish::DestinationGivesUp | BrokenFinish::UnsyncedAnswered => END,
+            BrokenFinish::DestinationGivesUp | BrokenFinish::ForwardsEnd => END,
             _ => TWO,
         };
         let outcome = check(Some(rule));

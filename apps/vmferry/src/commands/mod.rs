@@ -6,6 +6,7 @@ pub mod daemon;
 pub mod demo;
 pub mod doctor;
 pub mod estimate;
+mod finishes;
 mod host;
 pub mod inspect;
 pub mod libvirt;

@@ -1,5 +1,8 @@
 //! `vmferry resolve`: the operator decides a handover that is in doubt.
 
+mod moved;
+mod plan;
+
 use std::io::{BufRead, IsTerminal, Write};
 use std::path::Path;
 
@@ -36,6 +39,9 @@ pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
     let directory = directories()?;
     let journals = directory.journals();
     let sessions = journal::sessions(&journals).map_err(internal)?;
+    if let Some(moved) = moved::meant(&journals, &sessions, &options.guest)? {
+        return moved::run(&directory, &moved, word, options.yes, output);
+    }
     let meant: Vec<SessionSummary> =
         sessions.into_iter().filter(|session| is_meant(session, &options.guest)).collect();
     // If a session's number was given, its guest's VMM must be asked as well.

@@ -1,5 +1,6 @@
 //! `vmferry status`: the guests of this host, and the migrations in its journals.
 
+mod moved;
 mod sessions;
 
 use bytesize::ByteSize;
@@ -10,6 +11,7 @@ use vmferry_handover::journal::{self, SessionSummary, Verdict};
 
 use self::sessions::{about_older, older_journals};
 pub use self::sessions::{began, guest_name, peer, promise};
+use super::finishes::{Finish, Finishes};
 use super::{directories, socket};
 use crate::args::StatusOptions;
 use crate::exit::{Code, Failure};
@@ -156,7 +158,7 @@ fn all(output: &Output) -> Result<(), Failure> {
             guest["migration"]["in_doubt"] == true && guest["name"].as_str() == guest_name(session)
         })
     };
-    let doubtful: Vec<Value> = sessions
+    let mut doubtful: Vec<Value> = sessions
         .iter()
         .filter(|session| session.verdict == Verdict::InDoubt)
         .map(|session| {
@@ -166,6 +168,12 @@ fn all(output: &Output) -> Result<(), Failure> {
             })
         })
         .collect();
+    // While a daemon leads such a session, its control socket reports it.
+    let moved = Finishes::read(&directory.journals())?;
+    let in_doubt = |one: &&Finish| one.is_undecided() && !one.led && !one.runs_here();
+    doubtful.extend(moved.all.iter().filter(in_doubt).map(|one| {
+        json!({ "session": one.session, "guest": one.guest.name, "vmm_lives": null })
+    }));
     let older = older_journals(&directory);
     let value = json!({
         "guests": guests, "in_doubt": doubtful, "directories": places(&directory), "older": older,

@@ -1,11 +1,13 @@
 //! The records of a Finish.
 
+use std::time::SystemTime;
+
 use serde::{Deserialize, Serialize};
 use strum::{IntoStaticStr, VariantNames};
 
 use super::FinishWord;
 use crate::GuestIdentity;
-use crate::journal::Side;
+use crate::journal::{JournalRecord, Side};
 
 /// A promise of a daemon, one line of its journal for the session.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, IntoStaticStr, VariantNames)]
@@ -20,8 +22,6 @@ pub enum FinishRecord {
         peer: String,
         /// The names in the other daemon's certificate.
         peer_names: Vec<String>,
-        /// Seconds since 1970 by this host's clock, for people.
-        at: u64,
     },
     /// Source: the Finish may have been sent.
     Sent,
@@ -47,5 +47,38 @@ impl FinishRecord {
             Self::Sent => side == Side::Source,
             Self::Passed | Self::Barred => side == Side::Destination,
         }
+    }
+}
+
+/// A line of a journal: the record, and when it was written.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FinishEntry {
+    /// The record.
+    #[serde(flatten)]
+    pub record: FinishRecord,
+    /// Seconds since 1970 by this host's clock, for people; 0 if it is not known.
+    #[serde(default)]
+    pub at: u64,
+}
+
+impl FinishEntry {
+    /// A record that is written now.
+    #[must_use]
+    pub fn now(record: FinishRecord) -> Self {
+        let at = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
+        Self { record, at }
+    }
+}
+
+impl JournalRecord for FinishEntry {
+    const FILE_PREFIX: &'static str = "finish-";
+    const NAMES: &'static [&'static str] = FinishRecord::VARIANTS;
+
+    fn name_on_disk(&self) -> &'static str {
+        (&self.record).into()
+    }
+
+    fn is_written_by(&self, side: Side) -> bool {
+        self.record.is_of(side)
     }
 }

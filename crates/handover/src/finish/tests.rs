@@ -32,7 +32,6 @@ fn open() -> FinishRecord {
         guest: crate::GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() },
         peer: "host-b:7001".into(),
         peer_names: vec!["host-b".into()],
-        at: 1,
     }
 }
 
@@ -203,20 +202,24 @@ fn records_have_a_stable_form() {
             open(),
             r#"{"record":"open","guest":{"uuid":"00000000-0000-0000-0000-000000000000","name":"web"},"peer":"host-b:7001","peer_names":["host-b"],"at":1}"#,
         ),
-        (FinishRecord::Sent, r#"{"record":"sent"}"#),
-        (FinishRecord::Passed, r#"{"record":"passed"}"#),
-        (FinishRecord::Barred, r#"{"record":"barred"}"#),
+        (FinishRecord::Sent, r#"{"record":"sent","at":1}"#),
+        (FinishRecord::Passed, r#"{"record":"passed","at":1}"#),
+        (FinishRecord::Barred, r#"{"record":"barred","at":1}"#),
         (
             FinishRecord::Answered { word: FinishWord::Runs, by_operator: false },
-            r#"{"record":"answered","word":"runs","by_operator":false}"#,
+            r#"{"record":"answered","word":"runs","by_operator":false,"at":1}"#,
         ),
         (
             FinishRecord::Answered { word: FinishWord::DoesNotRun, by_operator: true },
-            r#"{"record":"answered","word":"does-not-run","by_operator":true}"#,
+            r#"{"record":"answered","word":"does-not-run","by_operator":true,"at":1}"#,
         ),
     ];
     for (record, json) in golden {
-        assert_eq!(serde_json::to_string(&record).unwrap(), json);
-        assert_eq!(serde_json::from_str::<FinishRecord>(json).unwrap(), record);
+        let entry = FinishEntry { record, at: 1 };
+        assert_eq!(serde_json::to_string(&entry).unwrap(), json);
+        assert_eq!(serde_json::from_str::<FinishEntry>(json).unwrap(), entry);
     }
+    // Written by a release that knew no times.
+    let old = serde_json::from_str::<FinishEntry>(r#"{"record":"sent"}"#).unwrap();
+    assert_eq!(old, FinishEntry { record: FinishRecord::Sent, at: 0 });
 }

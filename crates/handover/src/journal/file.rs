@@ -1,5 +1,7 @@
 //! A journal in a file.
 
+mod renew;
+
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::marker::PhantomData;

@@ -5,7 +5,7 @@
 //! promise, so no word is given from its journal. Unknown records with `"optional":true` promise
 //! nothing and are skipped.
 
-use crate::{FinishRecord, GuestIdentity};
+use crate::GuestIdentity;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use strum::{EnumString, IntoStaticStr, VariantNames};
@@ -150,19 +150,6 @@ impl JournalRecord for Record {
 
     fn name_on_disk(&self) -> &'static str {
         self.name()
-    }
-
-    fn is_written_by(&self, side: Side) -> bool {
-        self.is_of(side)
-    }
-}
-
-impl JournalRecord for FinishRecord {
-    const FILE_PREFIX: &'static str = "finish-";
-    const NAMES: &'static [&'static str] = Self::VARIANTS;
-
-    fn name_on_disk(&self) -> &'static str {
-        self.into()
     }
 
     fn is_written_by(&self, side: Side) -> bool {

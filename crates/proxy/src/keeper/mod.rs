@@ -4,7 +4,8 @@
 //! Between a Finish and its reply, the source's libvirt resumes its guest as soon as it sees its
 //! connection fail, even if the guest runs at the destination. So the daemon gives the keeper a
 //! duplicate of the connection before it sends the Finish. While no daemon is connected, the keeper
-//! answers libvirt's keep-alive messages. The next daemon takes the connections over.
+//! answers libvirt's keep-alive messages. The next daemon takes the connections over. A keeper that
+//! dies is started again by the daemon, which gives it all connections once more.
 //!
 //! ```text
 //!  daemon -> keeper     HOLD session, serial, descriptor | DROP session | TAKE | CHECK
@@ -25,7 +26,7 @@ use rustix::net::{
 };
 use vmferry_handover::SessionId;
 
-pub use client::{HeldConnection, Keeper};
+pub use client::{HeldConnection, Keeper, KeeperProgram, connect};
 pub use server::serve;
 
 /// Length of a message: kind, session, serial number of the Finish.

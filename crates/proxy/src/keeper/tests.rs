@@ -3,6 +3,7 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -24,13 +25,27 @@ fn start() -> (tempfile::TempDir, PathBuf) {
     (directory, path)
 }
 
+/// A keeper that others start.
+#[derive(Debug)]
+struct Running(PathBuf);
+
+impl KeeperProgram for Running {
+    fn connect(&self) -> io::Result<OwnedFd> {
+        connect(&self.0)
+    }
+}
+
+fn daemon(path: &std::path::Path) -> Keeper {
+    Keeper::start(Arc::new(Running(path.to_owned()))).unwrap()
+}
+
 #[test]
 fn connection_outlives_the_daemon_and_is_taken_over() {
     let (_directory, path) = start();
     let (mut libvirt, ours) = UnixStream::pair().unwrap();
     libvirt.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
     let session = SessionId([3; 16]);
-    let keeper = Keeper::connect(&path).unwrap();
+    let keeper = daemon(&path);
     keeper.hold(session, 9, &ours).unwrap();
     // The daemon dies.
     drop((keeper, ours));
@@ -40,7 +55,7 @@ fn connection_outlives_the_daemon_and_is_taken_over() {
         libvirt.read_exact(&mut answer).unwrap();
         assert_eq!(answer[..], keep_alive(2)[..]);
     }
-    let keeper = Keeper::connect(&path).unwrap();
+    let keeper = daemon(&path);
     let mut held = keeper.take().unwrap();
     let HeldConnection { session: found, serial, mut socket } = held.pop().unwrap();
     assert_eq!((found, serial, held.len()), (session, 9, 0));
@@ -57,13 +72,13 @@ fn connection_outlives_the_daemon_and_is_taken_over() {
 fn connection_that_libvirt_closes_is_dropped() {
     let (_directory, path) = start();
     let (libvirt, ours) = UnixStream::pair().unwrap();
-    let keeper = Keeper::connect(&path).unwrap();
+    let keeper = daemon(&path);
     keeper.hold(SessionId([1; 16]), 1, &ours).unwrap();
     drop((keeper, ours));
     drop(libvirt);
     let deadline = std::time::Instant::now() + Duration::from_secs(30);
     loop {
-        let keeper = Keeper::connect(&path).unwrap();
+        let keeper = daemon(&path);
         if keeper.take().unwrap().is_empty() {
             return;
         }
@@ -84,14 +99,69 @@ fn second_keeper_is_refused() {
 fn daemon_beside_another_takes_its_place_only_for_a_moment() {
     let (_directory, path) = start();
     let (mut libvirt, ours) = UnixStream::pair().unwrap();
-    let keeper = Keeper::connect(&path).unwrap();
+    let keeper = daemon(&path);
     keeper.hold(SessionId([1; 16]), 1, &ours).unwrap();
-    let second = Keeper::connect(&path).unwrap();
+    let second = daemon(&path);
     second.check().unwrap();
     drop(second);
     keeper.check().unwrap();
     keeper.hold(SessionId([2; 16]), 2, &ours).unwrap();
     assert_eq!(keeper.take().unwrap().len(), 2);
+    drop((keeper, ours));
+    libvirt.write_all(&keep_alive(1)).unwrap();
+    let mut answer = [0; 28];
+    libvirt.read_exact(&mut answer).unwrap();
+    assert_eq!(answer[..], keep_alive(2)[..]);
+}
+
+/// A keeper that is started in a thread when none listens.
+#[derive(Debug)]
+struct Started(PathBuf);
+
+impl KeeperProgram for Started {
+    fn connect(&self) -> io::Result<OwnedFd> {
+        if let Ok(connected) = connect(&self.0) {
+            return Ok(connected);
+        }
+        let (tell, ready) = channel();
+        let path = self.0.clone();
+        let _ = std::fs::remove_file(&path);
+        std::thread::spawn(move || serve(&path, || tell.send(()).unwrap()));
+        ready.recv().map_err(io::Error::other)?;
+        connect(&self.0)
+    }
+}
+
+#[test]
+fn keeper_that_ends_is_started_again_with_all_connections() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("keeper");
+    let listener = rustix::net::socket_with(
+        rustix::net::AddressFamily::UNIX,
+        rustix::net::SocketType::SEQPACKET,
+        rustix::net::SocketFlags::CLOEXEC,
+        None,
+    );
+    let listener = listener.unwrap();
+    rustix::net::bind(&listener, &rustix::net::SocketAddrUnix::new(&path).unwrap()).unwrap();
+    rustix::net::listen(&listener, 1).unwrap();
+    // The first keeper takes one connection, and then it is killed.
+    let first = std::thread::spawn(move || {
+        let daemon = rustix::net::accept(&listener).unwrap();
+        let (message, held) = receive(&daemon).unwrap().unwrap();
+        send(&daemon, Message::of(DONE), None).unwrap();
+        (message.session, held.is_some())
+    });
+    let keeper = Keeper::start(Arc::new(Started(path.clone()))).unwrap();
+    let (mut libvirt, ours) = UnixStream::pair().unwrap();
+    libvirt.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+    let session = SessionId([5; 16]);
+    keeper.hold(session, 7, &ours).unwrap();
+    assert_eq!(first.join().unwrap(), (session, true));
+    assert!(connect(&path).is_err(), "nobody listens");
+    keeper.check().unwrap();
+    assert_eq!(keeper.connections(), 1);
+    // The daemon dies: the second keeper has the connection.
     drop((keeper, ours));
     libvirt.write_all(&keep_alive(1)).unwrap();
     let mut answer = [0; 28];

@@ -42,8 +42,13 @@ struct SourceCalls {
 
 impl Tap for SourceCalls {
     fn pass(&mut self, bytes: &[u8], into: &mut Vec<u8>) -> Result<(), String> {
+        // The destination's libvirt must not see this end, either.
+        if bytes.is_empty() && self.session.is_deserted() {
+            return Err("libvirt has closed its connection before the answer to its Finish".into());
+        }
         let read = self.session.read_calls(&mut self.gate, bytes)?;
         into.extend(read.bytes);
+        self.session.tell(read.finishing);
         if read.refusals.is_empty() && read.pongs.is_empty() {
             return Ok(());
         }
@@ -131,13 +136,20 @@ impl Output for DestinationCalls {
         let mut libvirt = self.input.libvirt.lock();
         // The source's daemon has answered the client's pings.
         let read = self.session.read_calls(&mut libvirt.gate, bytes);
-        let ReadCalls { bytes, refusals, .. } =
+        let ReadCalls { bytes, refusals, finishing, .. } =
             read.map_err(|problem| OutputError::Wrong { problem })?;
         if !refusals.is_empty() {
             self.session.replies.lock().pending.extend(refusals);
             self.waker.wake();
         }
-        libvirt.socket.write_all(&bytes)?;
+        if let Err(error) = libvirt.socket.write_all(&bytes) {
+            // The call is not whole, so libvirt can't act on it.
+            if !finishing.is_empty() {
+                self.session.not_written();
+            }
+            return Err(error.into());
+        }
+        self.session.tell(finishing);
         Ok(self.input.write_pongs(&mut libvirt)?)
     }
 }
@@ -155,6 +167,7 @@ impl Tap for DestinationReplies {
         let read = replies.watch.push(bytes, &mut heard);
         read.map_err(|error| vmferry::chain(&error))?;
         self.session.hear(&heard.replies)?;
+        self.session.replied(&heard.replies);
         into.extend(heard.bytes);
         if replies.watch.is_between_packets() {
             into.append(&mut replies.pending);

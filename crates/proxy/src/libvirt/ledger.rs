@@ -1,27 +1,24 @@
-//! What this host has promised about each guest's Finish, in journals.
+//! What this host has promised about a guest's Finish, in a journal.
 //!
 //! The step functions of [`vmferry_handover`] decide; a ledger writes their records before it says
 //! what to do. The model in `testing/model` explores all that can happen between the hosts.
+//!
+//! After a failed write the record may or may not be on disk. The ledger then does nothing until
+//! the journal can be written again, and goes on from what it says ([`Ledger::mend`]).
 
-use std::collections::HashMap;
 use std::path::Path;
-use std::sync::Arc;
-use std::time::SystemTime;
+use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-use vmferry_handover::journal::{JournalError, RecordFile, Side as JournalSide, record_files};
+use vmferry_handover::journal::{JournalError, RecordFile, Side as JournalSide};
 use vmferry_handover::{
-    DestinationAction, DestinationFinish, DomainSeen, FinishAnswer, FinishError, FinishRecord,
-    FinishStep, FinishWord, GuestIdentity, OperatorWord, SessionId, SourceAction, SourceFinish,
+    DestinationFinish, FinishAnswer, FinishEntry, FinishError, FinishRecord, FinishStep,
+    GuestIdentity, OperatorWord, SessionId, SourceAction, SourceFinish,
 };
 use vmferry_libvirt_rpc::Guest;
-use vmferry_transport::PeerIdentity;
 
-/// Asks this host's libvirt about a domain, on a connection of its own.
-pub trait Domains: std::fmt::Debug + Send + Sync {
-    /// The state of the domain with this UUID.
-    fn look(&self, guest: &GuestIdentity) -> DomainSeen;
-}
+/// The first wait after a failed write, and the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
 /// Why a step was not taken.
 #[derive(Debug, thiserror::Error)]
@@ -32,42 +29,116 @@ pub enum LedgerError {
     /// The step is against the rules.
     #[error(transparent)]
     Finish(#[from] FinishError),
+    /// The journal could not be written, and it is too early for the next attempt.
+    #[error("the journal of the session could not be written, and will be tried again")]
+    TooEarly,
+}
+
+/// The state of one side.
+pub(super) trait Recovered: Copy {
+    const SIDE: JournalSide;
+    fn of(records: &[FinishRecord]) -> Result<Option<Self>, FinishError>;
+}
+
+impl Recovered for SourceFinish {
+    const SIDE: JournalSide = JournalSide::Source;
+    fn of(records: &[FinishRecord]) -> Result<Option<Self>, FinishError> {
+        Self::recover(records)
+    }
+}
+
+impl Recovered for DestinationFinish {
+    const SIDE: JournalSide = JournalSide::Destination;
+    fn of(records: &[FinishRecord]) -> Result<Option<Self>, FinishError> {
+        Self::recover(records)
+    }
 }
 
 /// A session's state with its journal.
 #[derive(Debug)]
 pub(crate) struct Ledger<S> {
     state: S,
-    file: RecordFile<FinishRecord>,
+    file: RecordFile<FinishEntry>,
+    /// When a journal that could not be written is tried again.
+    next_attempt: Option<Instant>,
+    pause: Duration,
 }
 
-impl<S: Copy> Ledger<S> {
+impl<S: Recovered> Ledger<S> {
     /// Begins the session's journal.
-    fn open(
+    pub(super) fn open(
         directory: &Path,
         session: SessionId,
-        side: JournalSide,
         state: S,
         guest: &Guest,
         (peer, peer_names): (&str, &[String]),
     ) -> Result<Self, JournalError> {
-        let mut file = RecordFile::create(directory, session, side)?;
-        let at = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs());
-        file.write(&FinishRecord::Open {
+        let mut file = RecordFile::create(directory, session, S::SIDE)?;
+        file.write(&FinishEntry::now(FinishRecord::Open {
             guest: GuestIdentity { uuid: guest.uuid, name: guest.name.clone() },
             peer: peer.to_owned(),
             peer_names: peer_names.to_vec(),
-            at,
-        })?;
-        Ok(Self { state, file })
+        }))?;
+        Ok(Self { state, file, next_attempt: None, pause: FIRST_PAUSE })
     }
 
-    fn take<A>(&mut self, step: FinishStep<S, A>) -> Result<A, JournalError> {
-        if let Some(record) = &step.journal {
-            self.file.write(record)?;
+    /// Leads a session that nobody leads. Returns its records, too; `None` if it has none.
+    pub(super) fn reopen(
+        directory: &Path,
+        session: SessionId,
+    ) -> Result<Option<(Self, Vec<FinishRecord>)>, LedgerError> {
+        let (file, entries) = RecordFile::<FinishEntry>::reopen(directory, session, S::SIDE)?;
+        let records: Vec<FinishRecord> = entries.into_iter().map(|entry| entry.record).collect();
+        let ledger = S::of(&records)?.map(|state| Self {
+            state,
+            file,
+            next_attempt: None,
+            pause: FIRST_PAUSE,
+        });
+        Ok(ledger.map(|ledger| (ledger, records)))
+    }
+
+    /// Whether the last write has succeeded.
+    pub fn is_sound(&self) -> bool {
+        self.next_attempt.is_none()
+    }
+
+    /// The state that the journal has.
+    pub fn state(&self) -> S {
+        self.state
+    }
+
+    /// Makes a journal whose write has failed usable again, if it is time to try. The state is what
+    /// is on disk then.
+    ///
+    /// # Errors
+    /// [`LedgerError::TooEarly`], or it failed again.
+    pub fn mend(&mut self) -> Result<(), LedgerError> {
+        let Some(due) = self.next_attempt else { return Ok(()) };
+        if Instant::now() < due {
+            return Err(LedgerError::TooEarly);
+        }
+        let entries = self.file.renew(S::SIDE).inspect_err(|_| self.failed())?;
+        let records: Vec<FinishRecord> = entries.into_iter().map(|entry| entry.record).collect();
+        self.state = S::of(&records)?.ok_or(FinishError::Records)?;
+        self.next_attempt = None;
+        Ok(())
+    }
+
+    /// Writes the step's record. On return the action may be done.
+    pub(super) fn take<A>(&mut self, step: FinishStep<S, A>) -> Result<A, LedgerError> {
+        if let Some(record) = step.journal {
+            let written = self.file.write(&FinishEntry::now(record));
+            written.inspect_err(|_| self.failed())?;
+            self.pause = FIRST_PAUSE;
         }
         self.state = step.state;
         Ok(step.action)
+    }
+
+    fn failed(&mut self) {
+        self.next_attempt = Some(Instant::now() + self.pause);
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
     }
 }
 
@@ -81,12 +152,12 @@ impl SourceLedger {
         guest: &Guest,
         peer: &str,
     ) -> Result<Self, JournalError> {
-        let (side, state) = (JournalSide::Source, SourceFinish::NotSent);
-        Self::open(directory, session, side, state, guest, (peer, &[]))
+        Self::open(directory, session, SourceFinish::NotSent, guest, (peer, &[]))
     }
 
     /// The Finish may be sent on return.
     pub fn send(&mut self) -> Result<(), LedgerError> {
+        self.mend()?;
         let step = self.state.send()?;
         self.take(step)?;
         Ok(())
@@ -94,14 +165,16 @@ impl SourceLedger {
 
     /// What to do after this answer.
     pub fn hear(&mut self, answer: FinishAnswer) -> Result<SourceAction, LedgerError> {
+        self.mend()?;
         let step = self.state.hear(answer)?;
-        Ok(self.take(step)?)
+        self.take(step)
     }
 
     /// What to do after an operator's decision.
     pub fn operator(&mut self, word: OperatorWord) -> Result<SourceAction, LedgerError> {
+        self.mend()?;
         let step = self.state.operator(word)?;
-        Ok(self.take(step)?)
+        self.take(step)
     }
 
     /// What to do after the link was lost, or a restart.
@@ -111,146 +184,63 @@ impl SourceLedger {
 }
 
 /// A session of a source that an earlier daemon has left.
-pub(crate) struct Recovered {
+pub(crate) struct LeftDeparture {
     pub ledger: SourceLedger,
     pub guest: GuestIdentity,
     pub peer: String,
 }
 
-impl Recovered {
-    /// Opens the journal of a session.
+impl LeftDeparture {
+    /// Leads a session that an earlier daemon has left.
     pub fn open(directory: &Path, session: SessionId) -> Result<Option<Self>, LedgerError> {
-        let (file, records) = RecordFile::reopen(directory, session, JournalSide::Source)?;
-        let Some(state) = SourceFinish::recover(&records)? else { return Ok(None) };
+        let Some((ledger, records)) = SourceLedger::reopen(directory, session)? else {
+            return Ok(None);
+        };
         let open = records.into_iter().find_map(|record| match record {
             FinishRecord::Open { guest, peer, .. } => Some((guest, peer)),
             _ => None,
         });
-        let ledger = Ledger { state, file };
         Ok(open.map(|(guest, peer)| Self { ledger, guest, peer }))
     }
 }
 
-/// The destination's side of all sessions.
-#[derive(Debug, Default)]
-pub(crate) struct DestinationLedgers {
-    known: Mutex<HashMap<SessionId, Arc<Mutex<Arrival>>>>,
-}
+#[cfg(test)]
+mod tests {
+    use uuid::Uuid;
+    use vmferry_handover::FinishWord;
 
-/// A session at the destination.
-#[derive(Debug)]
-struct Arrival {
-    ledger: Ledger<DestinationFinish>,
-    guest: GuestIdentity,
-    /// The source's names, of which no other host may ask.
-    names: Vec<String>,
-    /// The connection to libvirt on which the Finish is written is open.
-    connected: bool,
-}
+    use super::*;
 
-impl DestinationLedgers {
-    /// Begins a session.
-    pub fn begin(
-        &self,
-        directory: &Path,
-        session: SessionId,
-        guest: &Guest,
-        peer: &PeerIdentity,
-    ) -> Result<(), JournalError> {
-        let (side, state) = (JournalSide::Destination, DestinationFinish::NotPassed);
-        let names = (peer.address.as_str(), &peer.names[..]);
-        let ledger = Ledger::open(directory, session, side, state, guest, names)?;
-        let guest = GuestIdentity { uuid: guest.uuid, name: guest.name.clone() };
-        let arrival = Arrival { ledger, guest, names: peer.names.clone(), connected: true };
-        self.known.lock().insert(session, Arc::new(Mutex::new(arrival)));
-        Ok(())
-    }
+    const SESSION: SessionId = SessionId([4; 16]);
 
-    fn get(&self, session: SessionId) -> Option<Arc<Mutex<Arrival>>> {
-        self.known.lock().get(&session).cloned()
-    }
+    /// The directory can't be written while its path is a file.
+    #[test]
+    fn journal_that_failed_is_tried_again_later_and_goes_on_from_the_disk() {
+        let place = tempfile::tempdir().unwrap();
+        let (directory, away) = (place.path().join("journals"), place.path().join("away"));
+        let guest = Guest { name: "web".into(), uuid: Uuid::nil() };
+        let mut ledger = SourceLedger::begin(&directory, SESSION, &guest, "host-b").unwrap();
+        ledger.send().unwrap();
+        std::fs::rename(&directory, &away).unwrap();
+        std::fs::write(&directory, "").unwrap();
+        let answer = FinishAnswer::Word(FinishWord::Runs);
+        let failed = ledger.hear(answer);
+        assert!(matches!(failed, Err(LedgerError::Journal(_))), "{failed:?}");
+        let early = ledger.hear(answer);
+        assert!(matches!(early, Err(LedgerError::TooEarly)), "{early:?}");
+        ledger.next_attempt = Some(Instant::now());
+        let again = ledger.hear(answer);
+        assert!(matches!(again, Err(LedgerError::Journal(_))), "{again:?}");
+        assert_eq!((ledger.state(), ledger.pause), (SourceFinish::Sent, FIRST_PAUSE * 4));
 
-    /// Whether the session's Finish may be written to libvirt.
-    pub fn pass(&self, session: SessionId) -> Result<bool, LedgerError> {
-        let Some(arrival) = self.get(session) else { return Ok(false) };
-        let ledger = &mut arrival.lock().ledger;
-        let step = ledger.state.pass()?;
-        Ok(ledger.take(step)? == DestinationAction::Pass)
-    }
-
-    /// libvirt has replied to the session's Finish.
-    pub fn reply(&self, session: SessionId, word: FinishWord) -> Result<(), LedgerError> {
-        let Some(arrival) = self.get(session) else { return Ok(()) };
-        let ledger = &mut arrival.lock().ledger;
-        let step = ledger.state.reply(word)?;
-        ledger.take(step)?;
-        Ok(())
-    }
-
-    /// The connection to libvirt has ended.
-    pub fn disconnected(&self, session: SessionId) {
-        if let Some(arrival) = self.get(session) {
-            arrival.lock().connected = false;
-        }
-    }
-
-    /// A source asks for the word about its session.
-    pub fn asked(
-        &self,
-        directory: &Path,
-        session: SessionId,
-        peer: &PeerIdentity,
-        domains: Option<&dyn Domains>,
-    ) -> Result<FinishAnswer, LedgerError> {
-        let arrival = match self.get(session) {
-            Some(arrival) => arrival,
-            None => match self.recover(directory, session)? {
-                Some(arrival) => arrival,
-                None => return Ok(FinishAnswer::Unknown),
-            },
-        };
-        let mut arrival = arrival.lock();
-        if arrival.names != peer.names {
-            return Ok(FinishAnswer::Unknown);
-        }
-        let step = arrival.ledger.state.asked();
-        match arrival.ledger.take(step)? {
-            DestinationAction::Answer(answer) => Ok(answer),
-            // The reply will come.
-            DestinationAction::Look if arrival.connected => Ok(FinishAnswer::AskAgain),
-            DestinationAction::Look => {
-                let seen = domains.map_or(DomainSeen::NoAnswer, |all| all.look(&arrival.guest));
-                let step = arrival.ledger.state.looked(seen)?;
-                match arrival.ledger.take(step)? {
-                    DestinationAction::Answer(answer) => Ok(answer),
-                    _ => Ok(FinishAnswer::AskAgain),
-                }
-            }
-            _ => Ok(FinishAnswer::AskAgain),
-        }
-    }
-
-    /// A session that an earlier daemon has left in the journals.
-    fn recover(
-        &self,
-        directory: &Path,
-        session: SessionId,
-    ) -> Result<Option<Arc<Mutex<Arrival>>>, LedgerError> {
-        let side = JournalSide::Destination;
-        let known = record_files::<FinishRecord>(directory, side)?;
-        if !known.iter().any(|one| one.session == session) {
-            return Ok(None);
-        }
-        let (file, records) = RecordFile::reopen(directory, session, side)?;
-        let Some(state) = DestinationFinish::recover(&records)? else { return Ok(None) };
-        let open = records.into_iter().find_map(|record| match record {
-            FinishRecord::Open { guest, peer_names, .. } => Some((guest, peer_names)),
-            _ => None,
-        });
-        let Some((guest, names)) = open else { return Ok(None) };
-        let ledger = Ledger { state, file };
-        let arrival = Arc::new(Mutex::new(Arrival { ledger, guest, names, connected: false }));
-        self.known.lock().insert(session, Arc::clone(&arrival));
-        Ok(Some(arrival))
+        std::fs::remove_file(&directory).unwrap();
+        std::fs::rename(&away, &directory).unwrap();
+        ledger.next_attempt = Some(Instant::now());
+        assert_eq!(ledger.hear(answer).unwrap(), SourceAction::Reply(FinishWord::Runs));
+        assert_eq!(ledger.pause, FIRST_PAUSE);
+        drop(ledger);
+        let left = LeftDeparture::open(&directory, SESSION).unwrap().unwrap();
+        assert_eq!(left.ledger.state(), SourceFinish::Answered(FinishWord::Runs));
+        assert_eq!((left.guest.name.as_str(), left.peer.as_str()), ("web", "host-b"));
     }
 }

@@ -1,5 +1,6 @@
 //! The guests that libvirt moves through this daemon.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -9,7 +10,7 @@ use vmferry_handover::{OperatorWord, SessionId};
 use vmferry_libvirt_rpc::{Call, Guest, Reply};
 use vmferry_transport::PeerIdentity;
 
-use super::ledger::DestinationLedgers;
+use super::arrivals::Arrivals;
 use super::settle::Decision;
 use crate::event::Side;
 
@@ -58,7 +59,9 @@ pub(crate) struct Migrations {
     expected: Mutex<Vec<Expected>>,
     doubts: Mutex<Vec<Doubt>>,
     /// What this host has promised as the destination.
-    pub arrivals: DestinationLedgers,
+    pub arrivals: Arrivals,
+    /// Connections whose stream has failed, on which libvirt's answer to a Finish is awaited.
+    awaited: Mutex<HashSet<u64>>,
 }
 
 /// A Finish whose answer is lost.
@@ -129,6 +132,28 @@ impl Migrations {
         let doubts = self.doubts.lock();
         let doubt = doubts.iter().find(|doubt| doubt.session == session);
         doubt.map(|doubt| doubt.decision.set(word)).is_some()
+    }
+
+    /// An answer is awaited on a connection whose stream has failed.
+    pub fn awaits(&self, session: u64) {
+        self.awaited.lock().insert(session);
+    }
+
+    /// It is not awaited any more.
+    pub fn awaits_no_more(&self, session: u64) {
+        self.awaited.lock().remove(&session);
+    }
+
+    /// The number of such connections.
+    pub fn awaited(&self) -> usize {
+        self.awaited.lock().len()
+    }
+
+    /// The name of the guest of a connection, empty if there is none.
+    pub fn guest_of(&self, session: u64) -> String {
+        let all = self.all.lock();
+        let its = all.iter().rfind(|migration| migration.session == session);
+        its.map_or_else(String::new, |migration| migration.status.guest.clone())
     }
 
     /// The guest's QEMU will listen on these sockets. They replace those of an earlier migration of

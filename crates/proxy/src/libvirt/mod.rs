@@ -6,17 +6,23 @@
 //! calls through that a migration needs, for guests that its policy admits, and connects later only
 //! to sockets that an admitted call has named.
 
+mod arrivals;
+mod attend;
 mod ends;
 mod ledger;
 mod migrations;
+mod operator;
 mod session;
 mod settle;
+mod shelter;
 
+use std::collections::HashSet;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
-use vmferry_handover::{FinishAnswer, SessionId};
+use vmferry_handover::journal::{JournalError, SessionRecords, Side as JournalSide, record_files};
+use vmferry_handover::{FinishAnswer, FinishEntry, SessionId, SourceFinish};
 use vmferry_libvirt_rpc::{FinishCall, Guest, MigrateFlags, PrepareCall, SocketUri};
 use vmferry_transport::PeerIdentity;
 use vmferry_wire::GuestIdentity;
@@ -29,10 +35,12 @@ use crate::event::ProxyEvent;
 use crate::keeper::HeldConnection;
 use crate::outgoing::LIBVIRT_SOCKET;
 use crate::proxy::{Ends, Shared};
-pub use ledger::Domains;
-use ledger::Recovered;
+pub use arrivals::Domains;
+pub(crate) use attend::start as attend;
+use ledger::{LedgerError, LeftDeparture};
 pub(crate) use migrations::Migrations;
 pub use migrations::{DoubtStatus, MigrationStatus, Phase};
+pub use operator::answer_held;
 use session::{Part, Session};
 use settle::Unanswered;
 
@@ -126,29 +134,56 @@ pub(crate) fn word(
 ) -> Result<FinishAnswer, String> {
     let config = shared.config();
     let arrivals = &shared.migrations.arrivals;
-    let answer = arrivals.asked(&config.journals, session, peer, config.domains.as_deref());
-    answer.map_err(|error| vmferry::chain(&error))
+    match arrivals.asked(&config.journals, session, peer, config.domains.as_deref()) {
+        Ok(answer) => Ok(answer),
+        // An operator decides now.
+        Err(LedgerError::TooEarly | LedgerError::Journal(JournalError::InUse { .. })) => {
+            Ok(FinishAnswer::AskAgain)
+        }
+        Err(error) => Err(vmferry::chain(&error)),
+    }
 }
 
-/// Takes over the connections that the keeper holds of an earlier daemon.
+/// Takes over what an earlier daemon has left: the connections that the keeper holds, and sessions
+/// without one whose word is not known.
 pub(crate) fn take_over(shared: &Arc<Shared>) {
-    let Some(keeper) = &shared.keeper else { return };
-    let config = shared.config();
-    for HeldConnection { session, serial, socket } in keeper.take().unwrap_or_default() {
-        match Recovered::open(&config.journals, session) {
-            Ok(Some(Recovered { ledger, guest, peer })) => {
-                let guest = Guest { name: guest.name, uuid: guest.uuid };
-                let flags = MigrateFlags(0);
-                let call = FinishCall { serial, guest, cancelled: false, flags };
-                Unanswered { session, ledger, call, peer, socket }.settle(shared);
-            }
-            // The keeper goes on answering libvirt, which stays paused: nothing is known.
-            Ok(None) => {}
-            Err(error) => {
-                let (peer, wanted) = ("this daemon".into(), format!("take over session {session}"));
-                let reason = vmferry::chain(&error);
-                shared.tell(ProxyEvent::Refused { peer, wanted, reason });
-            }
+    let held = shared.keeper.as_ref().and_then(|keeper| keeper.take().ok()).unwrap_or_default();
+    let mut taken = HashSet::new();
+    for HeldConnection { session, serial, socket } in held {
+        taken.insert(session);
+        take_over_session(shared, session, Some((serial, socket)));
+    }
+    let journals = &shared.config().journals;
+    // Those that can't be read are reported by `vmferry status --sessions`.
+    let left = record_files::<FinishEntry>(journals, JournalSide::Source).unwrap_or_default();
+    for SessionRecords { session, records, led } in left {
+        let records = records.unwrap_or_default().into_iter().map(|entry| entry.record);
+        let state = SourceFinish::recover(&records.collect::<Vec<_>>());
+        if state == Ok(Some(SourceFinish::Sent)) && !led && !taken.contains(&session) {
+            take_over_session(shared, session, None);
+        }
+    }
+}
+
+fn take_over_session(
+    shared: &Arc<Shared>,
+    session: SessionId,
+    connection: Option<(u32, UnixStream)>,
+) {
+    match LeftDeparture::open(&shared.config().journals, session) {
+        Ok(Some(LeftDeparture { ledger, guest, peer })) => {
+            let guest = Guest { name: guest.name, uuid: guest.uuid };
+            let (serial, socket) = connection.unzip();
+            let (serial, flags) = (serial.unwrap_or_default(), MigrateFlags(0));
+            let call = FinishCall { serial, guest, cancelled: false, flags };
+            Unanswered { session, ledger, call, peer, socket }.settle(shared);
+        }
+        // The keeper goes on answering libvirt, which stays paused: nothing is known.
+        Ok(None) => {}
+        Err(error) => {
+            let (peer, wanted) = ("this daemon".into(), format!("take over session {session}"));
+            let reason = vmferry::chain(&error);
+            shared.tell(ProxyEvent::Refused { peer, wanted, reason });
         }
     }
 }

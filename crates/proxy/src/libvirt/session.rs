@@ -10,8 +10,9 @@ use vmferry_handover::{FinishAnswer, FinishWord, SessionId};
 use vmferry_libvirt_rpc::{Call, CallGate, FinishCall, Guest, Passed, Reply, ReplyWatch};
 use vmferry_transport::PeerIdentity;
 
-use super::ledger::SourceLedger;
+use super::ledger::{LedgerError, SourceLedger};
 use super::settle::Unanswered;
+use super::shelter::{Awaited, MAX_AWAITED, has_ended};
 use super::{MigrationStatus, Phase};
 use crate::event::{ProxyEvent, Side};
 use crate::proxy::Shared;
@@ -26,7 +27,7 @@ pub(super) struct Session {
     /// The number by which both hosts' journals know the migration.
     session: SessionId,
     part: Mutex<Part>,
-    /// Set while the source's libvirt must not see its connection fail.
+    /// Set while libvirt of this host must not see its connection fail: from a Finish to its reply.
     shelter: Arc<AtomicBool>,
     pub replies: Mutex<Replies>,
 }
@@ -107,8 +108,8 @@ impl Session {
             // The Finish could not be sent without it, after all memory had been copied.
             keeper.check().map_err(|error| {
                 format!(
-                    "the process that keeps connections does not answer, so the daemon must be \
-                     started again: {error}"
+                    "the process that keeps connections does not answer and can't be started \
+                     again: {error}"
                 )
             })?;
         }
@@ -152,16 +153,55 @@ impl Session {
             }
             Part::Source { ledger: None, .. } => return Err("a Finish without a Prepare".into()),
             Part::Destination { finishing, .. } => {
+                if shared.migrations.awaited() >= MAX_AWAITED {
+                    return Err(format!(
+                        "this host still awaits libvirt's answers about {MAX_AWAITED} guests"
+                    ));
+                }
+                self.shelter.store(true, Ordering::Release);
+                // A stream that has failed before has closed the connection.
+                if has_ended(&socket) {
+                    return Err("the connection to libvirt has ended".into());
+                }
                 shared.migrations.arrivals.pass(self.session).inspect(|passed| *finishing = *passed)
             }
         };
         match passed {
             Ok(true) => Ok(()),
-            Ok(false) => Err("this host has said that the guest will not run here".into()),
+            Ok(false) => {
+                self.shelter.store(false, Ordering::Release);
+                Err("this host has said that the guest will not run here".into())
+            }
             Err(error) => {
+                self.shelter.store(false, Ordering::Release);
                 shared.release_from_keeper(self.session);
                 Err(vmferry::chain(&error))
             }
+        }
+    }
+
+    /// The Finish was not written to this host's libvirt, which has closed its connection.
+    pub fn not_written(&self) {
+        let Part::Destination { finishing, .. } = &mut *self.part.lock() else { return };
+        if let (true, Some(shared)) = (std::mem::take(finishing), self.shared.upgrade()) {
+            let noted = shared.migrations.arrivals.reply(self.session, FinishWord::DoesNotRun);
+            self.tell_unwritten(&shared, noted.as_ref().err());
+        }
+    }
+
+    /// Whether libvirt of this host has closed its connection while it must not see it fail.
+    pub fn is_deserted(&self) -> bool {
+        let socket = || self.socket().is_ok_and(|socket| has_ended(&socket));
+        self.shelter.load(Ordering::Acquire) && socket()
+    }
+
+    fn tell_unwritten(&self, shared: &Shared, error: Option<&LedgerError>) {
+        if let Some(LedgerError::Journal(error)) = error {
+            shared.tell(ProxyEvent::Unjournaled {
+                session: self.session.to_string(),
+                guest: shared.migrations.guest_of(self.number),
+                reason: vmferry::chain(error),
+            });
         }
     }
 
@@ -181,29 +221,31 @@ impl Session {
                     Part::Source { ledger: Some(ledger), finish: Some(_) } => {
                         ledger.hear(FinishAnswer::Word(word)).map(drop)
                     }
-                    Part::Destination { finishing: true, .. } => {
+                    Part::Destination { finishing, .. } if *finishing => {
+                        *finishing = false;
                         shared.migrations.arrivals.reply(self.session, word)
                     }
                     _ => Ok(()),
                 };
+                self.tell_unwritten(&shared, noted.as_ref().err());
                 noted.map_err(|error| vmferry::chain(&error))?;
             }
             for migration in shared.migrations.replied(self.number, reply) {
-                shared.tell(self.event(migration));
+                shared.tell(event_of(migration));
             }
         }
         Ok(())
     }
 
-    /// The source's libvirt has got these replies.
+    /// The source's libvirt has got these replies, or they are in the destination's journal.
     pub fn replied(&self, replies: &[Reply]) {
         if !replies.iter().any(|reply| matches!(reply, Reply::Finish(_))) {
             return;
         }
         if let Part::Source { finish, .. } = &mut *self.part.lock() {
             *finish = None;
-            self.shelter.store(false, Ordering::Release);
         }
+        self.shelter.store(false, Ordering::Release);
         if let Some(shared) = self.shared.upgrade() {
             shared.release_from_keeper(self.session);
         }
@@ -221,7 +263,7 @@ impl Session {
         let mut passed = Passed::default();
         let read = gate.push(bytes, &mut passed);
         let shared = self.shared.upgrade();
-        let mut refusals = Vec::new();
+        let (mut refusals, mut finishing) = (Vec::new(), Vec::new());
         for refused in passed.refused {
             if let Some(shared) = &shared {
                 let wanted = format!("call procedure {} of libvirt", refused.header.procedure);
@@ -237,15 +279,20 @@ impl Session {
             if let Call::Finish(call) = call {
                 self.finish(shared, call)?;
                 if !call.cancelled {
-                    let (guest, peer, side) =
-                        (call.guest.name.clone(), self.peer.clone(), self.side);
-                    shared.tell(ProxyEvent::Finishing { guest, peer, side });
+                    let (guest, peer) = (call.guest.name.clone(), self.peer.clone());
+                    finishing.push(ProxyEvent::Finishing { guest, peer, side: self.side });
                 }
             }
             shared.migrations.called(self.number, &self.peer, self.side, call);
         }
         read.map_err(|error| vmferry::chain(&error))?;
-        Ok(ReadCalls { bytes: passed.bytes, refusals, pongs: passed.pongs })
+        Ok(ReadCalls { bytes: passed.bytes, refusals, pongs: passed.pongs, finishing })
+    }
+
+    pub fn tell(&self, events: Vec<ProxyEvent>) {
+        if let Some(shared) = self.shared.upgrade() {
+            events.into_iter().for_each(|event| shared.tell(event));
+        }
     }
 
     fn caller(&self) -> String {
@@ -254,44 +301,57 @@ impl Session {
             Side::Acceptor => self.peer.clone(),
         }
     }
+}
 
-    fn event(&self, migration: MigrationStatus) -> ProxyEvent {
-        let MigrationStatus { guest, uuid, peer, side, phase, .. } = migration;
-        let error = match phase {
-            Phase::Copying | Phase::Preparing | Phase::Finishing => {
-                return ProxyEvent::Prepared { guest, uuid: uuid.to_string(), peer, side };
-            }
-            Phase::Moved => None,
-            Phase::Failed(error) => Some(error),
-            Phase::Unanswered => Some(
-                "the connection ended before the destination's libvirt said whether the guest runs \
+/// What has happened to a migration.
+pub(super) fn event_of(migration: MigrationStatus) -> ProxyEvent {
+    let MigrationStatus { guest, uuid, peer, side, phase, .. } = migration;
+    let error = match phase {
+        Phase::Copying | Phase::Preparing | Phase::Finishing => {
+            return ProxyEvent::Prepared { guest, uuid: uuid.to_string(), peer, side };
+        }
+        Phase::Moved => None,
+        Phase::Failed(error) => Some(error),
+        Phase::Unanswered => Some(
+            "the connection ended before the destination's libvirt said whether the guest runs \
                  there"
-                    .into(),
-            ),
-        };
-        ProxyEvent::Finished { guest, peer, side, error }
-    }
+                .into(),
+        ),
+    };
+    ProxyEvent::Finished { guest, peer, side, error }
 }
 
 impl Drop for Session {
     fn drop(&mut self) {
         let Some(shared) = self.shared.upgrade() else { return };
-        let ended = shared.migrations.ended(self.number);
+        let socket = self.replies.get_mut().socket.try_clone();
+        let ended = match (self.part.get_mut(), &socket) {
+            // Its migration goes on.
+            (Part::Destination { finishing: true, .. }, Ok(_)) => Vec::new(),
+            _ => shared.migrations.ended(self.number),
+        };
         match self.part.get_mut() {
             Part::Source { ledger, finish } => {
-                let socket = self.replies.get_mut().socket.try_clone();
                 if let (Some(ledger), Some(call), Ok(socket)) =
                     (ledger.take(), finish.take(), socket)
                 {
                     let (session, peer) = (self.session, self.peer.clone());
+                    let socket = Some(socket);
                     Unanswered { session, ledger, call, peer, socket }.settle(&shared);
                     return;
                 }
             }
-            Part::Destination { .. } => shared.migrations.arrivals.disconnected(self.session),
+            Part::Destination { finishing, .. } => match socket {
+                Ok(socket) if *finishing => {
+                    let watch = std::mem::take(&mut self.replies.get_mut().watch);
+                    Awaited { number: self.number, session: self.session, watch, socket }
+                        .keep(&shared);
+                }
+                _ => shared.migrations.arrivals.disconnected(self.session),
+            },
         }
         for migration in ended {
-            shared.tell(self.event(migration));
+            shared.tell(event_of(migration));
         }
     }
 }
@@ -304,4 +364,6 @@ pub(super) struct ReadCalls {
     pub refusals: Vec<u8>,
     /// The answers to the client's pings.
     pub pongs: Vec<u8>,
+    /// The Finish that is among the bytes, to be told once they are passed on.
+    pub finishing: Vec<ProxyEvent>,
 }

@@ -25,10 +25,13 @@ use crate::proxy::Shared;
 use crate::records::{Answer, Opening, PROXY_VERSION, Target};
 
 /// How often the other daemon is asked.
-const ASK_PERIOD: Duration = Duration::from_millis(500);
+pub(super) const ASK_PERIOD: Duration = Duration::from_millis(500);
+
+/// The longest pause between two questions whose answer no libvirt waits for.
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
 /// How long libvirt may take to close its connection after the reply.
-const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
+pub(super) const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The most bytes of a call that libvirt makes after its Finish.
 const MAX_CALL_BYTES: usize = 64 << 10;
@@ -39,8 +42,8 @@ pub(crate) struct Unanswered {
     pub ledger: SourceLedger,
     pub call: FinishCall,
     pub peer: String,
-    /// The connection of the source's libvirt.
-    pub socket: UnixStream,
+    /// The connection of the source's libvirt; `None` if it has ended.
+    pub socket: Option<UnixStream>,
 }
 
 /// An operator's decision for an unanswered Finish.
@@ -50,6 +53,23 @@ pub(crate) struct Decision(Mutex<Option<OperatorWord>>);
 impl Decision {
     pub fn set(&self, word: OperatorWord) {
         *self.0.lock() = Some(word);
+    }
+}
+
+/// Does this in a thread of its own. The process may be out of threads. Nothing better can be done
+/// then than to do it here, because libvirt's connection must not close.
+pub(super) fn in_a_thread<T: Send + 'static>(name: &str, value: T, run: fn(T)) {
+    let value = Arc::new(Mutex::new(Some(value)));
+    let of_thread = Arc::clone(&value);
+    let spawned = std::thread::Builder::new().name(name.into()).spawn(move || {
+        if let Some(value) = of_thread.lock().take() {
+            run(value);
+        }
+    });
+    if spawned.is_err()
+        && let Some(value) = value.lock().take()
+    {
+        run(value);
     }
 }
 
@@ -63,75 +83,21 @@ impl Unanswered {
             peer: self.peer.clone(),
         });
         let shared = Arc::downgrade(shared);
-        let spawned = std::thread::Builder::new().name("settle".into());
-        // Without a thread the connection would close. The process is out of threads, so nothing
-        // better can be done than to wait here.
-        let this = Arc::new(Mutex::new(Some(self)));
-        let of_thread = Arc::clone(&this);
-        let (of_shared, of_decision) = (Weak::clone(&shared), Arc::clone(&decision));
-        let spawned = spawned.spawn(move || {
-            if let Some(unanswered) = of_thread.lock().take() {
-                unanswered.run(&of_shared, &of_decision);
-            }
+        in_a_thread("settle", (self, shared, decision), |(this, shared, decision)| {
+            this.run(&shared, &decision);
         });
-        if spawned.is_err()
-            && let Some(unanswered) = this.lock().take()
-        {
-            unanswered.run(&shared, &decision);
-        }
     }
 
     fn run(mut self, shared: &Weak<Shared>, decision: &Decision) {
         let mut heard = Heard::default();
-        let mut answer = match self.ledger.resumed() {
-            SourceAction::Reply(word) => Some(word),
-            // The Finish was never sent, so libvirt may see its connection fail.
-            SourceAction::Nothing => {
-                let Some(shared) = shared.upgrade() else { return };
-                shared.migrations.settled(self.session);
-                return shared.release_from_keeper(self.session);
-            }
-            _ => None,
-        };
-        let (mut is_open, mut is_told) = (true, false);
-        while answer.is_none() {
-            // When the daemon ends, the keeper has the connection.
-            let Some(shared) = shared.upgrade() else { return };
-            if !is_open {
-                std::thread::sleep(ASK_PERIOD);
-            } else if !self.attend(&mut heard, ASK_PERIOD) {
-                // A restarted libvirt leaves its guest paused. An operator needs the word, and the
-                // guest stays in doubt until it comes.
-                is_open = false;
-            }
-            let decided = decision.0.lock().take();
-            let stepped = match decided {
-                Some(word) => self.ledger.operator(word),
-                None => match ask(&shared, &self.peer, self.session) {
-                    Some(answer) => self.ledger.hear(answer),
-                    None => continue,
-                },
-            };
-            match stepped {
-                Ok(SourceAction::Reply(word)) => answer = Some(word),
-                Ok(_) | Err(LedgerError::Finish(_)) => {}
-                // The record may be on disk. The next daemon reads it.
-                Err(LedgerError::Journal(error)) => {
-                    if !std::mem::replace(&mut is_told, true) {
-                        let wanted = format!("journal the word about session {}", self.session);
-                        let (peer, reason) = ("this daemon".into(), vmferry::chain(&error));
-                        shared.tell(ProxyEvent::Refused { peer, wanted, reason });
-                    }
-                    std::thread::sleep(ASK_PERIOD);
-                }
-            }
-        }
-        let word = answer.unwrap_or(FinishWord::DoesNotRun);
+        let Some(word) = self.await_word(shared, decision, &mut heard) else { return };
         let lost = "the destination's libvirt did not start the guest (its reply was lost with the \
                     link)";
         let result = if word == FinishWord::Runs { Ok(()) } else { Err(lost) };
-        // A libvirt that has gone takes its guest up by its own journal.
-        let _ = self.socket.write_all(&finish_reply(&self.call, result));
+        if let Some(socket) = &mut self.socket {
+            // A libvirt that has gone takes its guest up by its own journal.
+            let _ = socket.write_all(&finish_reply(&self.call, result));
+        }
         let Some(shared) = shared.upgrade() else { return };
         shared.migrations.settled(self.session);
         shared.tell(self.event(result.err().map(str::to_owned)));
@@ -141,43 +107,105 @@ impl Unanswered {
         while Instant::now() < deadline && self.attend(&mut heard, ASK_PERIOD) {}
     }
 
+    /// The word, once it is in the journal. `None` if there is nothing to wait for, or the daemon
+    /// ends: the keeper has the connection then.
+    fn await_word(
+        &mut self,
+        shared: &Weak<Shared>,
+        decision: &Decision,
+        heard: &mut Heard,
+    ) -> Option<FinishWord> {
+        match self.ledger.resumed() {
+            SourceAction::Reply(word) => return Some(word),
+            // The Finish was never sent, so libvirt may see its connection fail.
+            SourceAction::Nothing => {
+                let shared = shared.upgrade()?;
+                shared.migrations.settled(self.session);
+                shared.release_from_keeper(self.session);
+                return None;
+            }
+            SourceAction::Ask | SourceAction::Send => {}
+        }
+        let mut next_question = Instant::now();
+        let (mut pause, mut is_open) = (ASK_PERIOD, true);
+        loop {
+            let shared = shared.upgrade().filter(|shared| !shared.is_ending())?;
+            // A restarted libvirt leaves its guest paused. An operator needs the word, and the guest
+            // stays in doubt until it comes.
+            if is_open {
+                is_open = self.attend(heard, ASK_PERIOD);
+            } else {
+                std::thread::sleep(ASK_PERIOD);
+            }
+            let decided = *decision.0.lock();
+            let stepped = match decided {
+                Some(word) => self.ledger.operator(word),
+                None if Instant::now() < next_question => continue,
+                None => match ask(&shared, &self.peer, self.session) {
+                    Some(answer) => self.ledger.hear(answer),
+                    None => Ok(SourceAction::Ask),
+                },
+            };
+            // While libvirt waits, its guest does.
+            if !is_open {
+                next_question = Instant::now() + pause;
+                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+            match stepped {
+                Ok(SourceAction::Reply(word)) => return Some(word),
+                // The operator's decision is kept until it is written.
+                Err(LedgerError::Journal(error)) => {
+                    let (session, guest) = (self.session.to_string(), self.call.guest.name.clone());
+                    let reason = vmferry::chain(&error);
+                    shared.tell(ProxyEvent::Unjournaled { session, guest, reason });
+                }
+                Err(LedgerError::TooEarly) => {}
+                Ok(_) | Err(LedgerError::Finish(_)) => *decision.0.lock() = None,
+            }
+        }
+    }
+
     fn event(&self, error: Option<String>) -> ProxyEvent {
         let (guest, peer) = (self.call.guest.name.clone(), self.peer.clone());
         ProxyEvent::Finished { guest, peer, side: Side::Opener, error }
     }
 
-    /// Answers libvirt for this long. Returns whether its connection is still open.
+    /// As [`attend`]; false without a connection.
     fn attend(&mut self, heard: &mut Heard, period: Duration) -> bool {
-        let deadline = Instant::now() + period;
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let left =
-                Timespec { tv_sec: left.as_secs() as _, tv_nsec: left.subsec_nanos().into() };
-            match poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&left)) {
-                Ok(0) => return true,
-                Ok(_) => {}
-                Err(rustix::io::Errno::INTR) => continue,
-                Err(_) => return false,
-            }
-            let mut bytes = [0; 4096];
-            match self.socket.read(&mut bytes) {
-                Ok(0) => return false,
-                Ok(read) => {
-                    let Some(replies) = heard.answer(&bytes[..read]) else { return false };
-                    if self.socket.write_all(&replies).is_err() {
-                        return false;
-                    }
+        self.socket.as_mut().is_some_and(|socket| attend(socket, heard, period))
+    }
+}
+
+/// Answers libvirt for this long. Returns whether its connection is still open.
+pub(super) fn attend(socket: &mut UnixStream, heard: &mut Heard, period: Duration) -> bool {
+    let deadline = Instant::now() + period;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec { tv_sec: left.as_secs() as _, tv_nsec: left.subsec_nanos().into() };
+        match poll(&mut [PollFd::new(&*socket, PollFlags::IN)], Some(&left)) {
+            Ok(0) => return true,
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(_) => return false,
+        }
+        let mut bytes = [0; 4096];
+        match socket.read(&mut bytes) {
+            Ok(0) => return false,
+            Ok(read) => {
+                let Some(replies) = heard.answer(&bytes[..read]) else { return false };
+                if socket.write_all(&replies).is_err() {
+                    return false;
                 }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) => return false,
             }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => return false,
         }
     }
 }
 
 /// Packets of libvirt that are answered without the other host.
 #[derive(Default)]
-struct Heard {
+pub(super) struct Heard {
     bytes: Vec<u8>,
 }
 

@@ -40,9 +40,8 @@ impl BoundProxy {
         let listener =
             Listener::bind(&config.listen, config.tls.clone()).map_err(ProxyError::Listen)?;
         let keeper = match &config.keeper {
-            Some(path) => Some(Keeper::connect(path).map_err(|source| ProxyError::System {
-                action: "connect to the keeper",
-                source,
+            Some(program) => Some(Keeper::start(Arc::clone(program)).map_err(|source| {
+                ProxyError::System { action: "connect to the keeper", source }
             })?),
             None => None,
         };
@@ -93,6 +92,7 @@ impl BoundProxy {
         let new = entrances.prepare(&shared, &config)?;
         entrances.adopt(&config, new);
         libvirt::take_over(&shared);
+        libvirt::attend(&shared).map_err(no_thread)?;
         let accepting = std::thread::Builder::new().name("accept".into());
         let accepting = accepting
             .spawn({

@@ -31,8 +31,20 @@ pub enum Action {
     DestinationDoes,
     /// The daemon at the destination receives libvirt's reply.
     DestinationHears,
+    /// A write of the daemon at the source fails.
+    SourceWriteFails {
+        /// Whether the record is on disk.
+        on_disk: bool,
+    },
+    /// A write of the daemon at the destination fails.
+    DestinationWriteFails {
+        /// Whether the record is on disk.
+        on_disk: bool,
+    },
     /// The daemon at the destination closes its connection because the link was lost.
     DestinationGivesUp,
+    /// The daemon at the destination closes its connection while no reply is awaited on it.
+    DestinationCloses,
     /// The destination's libvirt reads the Finish.
     LibvirtBegins,
     /// The destination's libvirt starts the guest's CPUs and replies.
@@ -84,6 +96,12 @@ pub enum Action {
     OperatorAtDestination(OperatorWord),
     /// An operator resumes or destroys the guest that the source's libvirt has left paused.
     OperatorEndsPause(OperatorWord),
+    /// An operator sends the word to the source's libvirt, on the connection that the keeper holds.
+    OperatorReplies,
+    /// An operator resumes the guest that is paused at the destination.
+    OperatorResumes,
+    /// An operator destroys the guest that is paused at the destination.
+    OperatorDestroys,
     /// Faults stop from now on. Messages in flight are lost.
     FaultsEnd,
 }
@@ -105,7 +123,14 @@ impl fmt::Display for Action {
             Self::DestinationWrote => "destination: the record is on disk",
             Self::DestinationDoes => "destination: acts on its state",
             Self::DestinationHears => "destination: receives libvirt's reply",
-            Self::DestinationGivesUp => "destination: closes libvirt's connection",
+            Self::SourceWriteFails { on_disk } => {
+                return write!(f, "source: a write fails{}", record(*on_disk));
+            }
+            Self::DestinationWriteFails { on_disk } => {
+                return write!(f, "destination: a write fails{}", record(*on_disk));
+            }
+            Self::DestinationGivesUp => "destination: gives libvirt's connection up",
+            Self::DestinationCloses => "destination: closes libvirt's connection",
             Self::LibvirtBegins => "destination's libvirt: begins Finish",
             Self::LibvirtStarts => "destination's libvirt: starts the guest and replies",
             Self::LibvirtFails => "destination's libvirt: kills the guest and replies",
@@ -135,6 +160,9 @@ impl fmt::Display for Action {
             Self::OperatorEndsPause(word) => {
                 return write!(f, "operator at the source's libvirt: {word:?}");
             }
+            Self::OperatorReplies => "operator at the source: sends the word to libvirt",
+            Self::OperatorResumes => "operator at the destination: resumes the guest",
+            Self::OperatorDestroys => "operator at the destination: destroys the paused guest",
             Self::FaultsEnd => "faults end; messages in flight are lost",
         };
         f.write_str(text)
@@ -142,5 +170,5 @@ impl fmt::Display for Action {
 }
 
 fn record(on_disk: bool) -> &'static str {
-    if on_disk { ", and the record that it was writing is on disk" } else { "" }
+    if on_disk { ", and the record is on disk" } else { "" }
 }

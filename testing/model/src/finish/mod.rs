@@ -5,7 +5,7 @@
 //! the keeper of the source's connection, the journals, and a network that loses, delays, repeats
 //! and reorders messages. Every process may die and restart at any point, also while it writes a
 //! record, any number of times. The keeper and the daemon at the source are not dead at the same
-//! time. A failed write is a death: the daemon continues from its journal. The guest at the
+//! time. After a failed write the daemon continues from its journal, and knows what it has not done. The guest at the
 //! destination may end or move to a third host, and the destination's host may be lost
 //! permanently. Each check runs without and with a keeper at the destination.
 //!
@@ -19,73 +19,40 @@
 //! 2. The guest never runs at the source after it ran at the destination.
 //! 3. After faults end, exactly one host ends up with the guest, or the state is one in which an
 //!    operator must decide ([`World::waits_for_operator`]).
-//! 4. In such a state an operator who says the truth, or follows the source's journal, ends it.
+//! 4. In such a state an operator who says the truth, or follows a journal, ends it, and no paused
+//!    copy of the guest is left.
+//! 5. What each journal says about who has the guest is true
+//!    ([`SourceFinish::owner`](vmferry_handover::SourceFinish::owner),
+//!    [`DestinationFinish::owner`](vmferry_handover::DestinationFinish::owner)).
 
 mod action;
+mod failures;
 mod model;
+mod operator;
 mod settle;
 mod steps;
 mod world;
 
-use stateright::{Checker, Expectation, HasDiscoveries, Model, Property};
+use stateright::HasDiscoveries;
 
 pub use self::action::Action;
+use self::model::DAMAGES;
 pub use self::model::{BrokenFinish, Finish};
-use self::model::{ENDS, Goal, NO_PAST, ONCE, OPERATOR};
 pub use self::world::{Daemon, Domain, LibvirtCall, Message, Process, SourceGuest, World};
-use crate::report::{Finding, Outcome};
+use crate::explorer::explore;
+use crate::report::Outcome;
 
 /// Explores the whole state space. With a broken rule, explores it until the most serious damage is
 /// found.
 #[must_use]
 pub fn check(broken: Option<BrokenFinish>) -> Outcome {
-    if broken.is_some() {
-        let damages = [ONCE, NO_PAST, ENDS, OPERATOR];
-        let mut outcomes = damages.into_iter().map(|property| explore(broken, Some(property)));
-        let last = outcomes.next_back();
-        return outcomes.find(|outcome| !outcome.violations.is_empty()).or(last).expect("damages");
+    let finish = |only| Finish { broken, only, ..Finish::default() };
+    if broken.is_none() {
+        return explore(finish(None), HasDiscoveries::All);
     }
-    explore(None, None)
-}
-
-fn explore(broken: Option<BrokenFinish>, only: Option<&'static str>) -> Outcome {
-    let model = Finish { broken, only, ..Finish::default() };
-    let properties = model.properties();
-    let finish = if broken.is_some() { HasDiscoveries::AnyFailures } else { HasDiscoveries::All };
-    let checker = model.checker().threads(1).finish_when(finish).spawn_bfs().join();
-    let found = checker.discoveries();
-    let missing = |property: &&Property<Finish>| {
-        property.expectation == Expectation::Sometimes && !found.contains_key(property.name)
-    };
-    Outcome {
-        states: checker.unique_state_count(),
-        transitions: checker.state_count(),
-        depth: checker.max_depth(),
-        violations: properties
-            .iter()
-            .filter(|property| property.expectation == Expectation::Always)
-            .filter_map(|property| finding(&checker, property.name))
-            .collect(),
-        missing: properties.iter().filter(missing).map(|property| property.name).collect(),
-    }
-}
-
-/// The path to a violation of one property. With one property it is the shortest.
-fn finding(checker: &impl Checker<Finish>, property: &'static str) -> Option<Finding> {
-    let path = checker.discovery(property)?;
-    let last = path.last_state().clone();
-    let mut steps: Vec<String> = path.into_actions().iter().map(ToString::to_string).collect();
-    let goal = match property {
-        ENDS => Some(Goal::OneOrOperator),
-        OPERATOR => Some(Goal::One),
-        _ => None,
-    };
-    let end = if let Some(goal) = goal {
-        let (rest, end) = checker.model().path_to_dead_end(&last, goal);
-        steps.extend(rest.iter().map(ToString::to_string));
-        format!("permanently: {}", end.who_has_the_guest())
-    } else {
-        last.who_has_the_guest()
-    };
-    Some(Finding { property, steps, end })
+    let mut outcomes = DAMAGES
+        .into_iter()
+        .map(|property| explore(finish(Some(property)), HasDiscoveries::AnyFailures));
+    let last = outcomes.next_back();
+    outcomes.find(|outcome| !outcome.violations.is_empty()).or(last).expect("damages")
 }

@@ -1,19 +1,22 @@
 //! The state space of libvirt's Finish: the possible actions in each state, and the properties.
 
-use std::collections::HashSet;
-
-use parking_lot::Mutex;
 use stateright::{Model, Property};
 use strum::{IntoStaticStr, VariantArray};
-use vmferry_handover::{DestinationFinish, FinishWord, OperatorWord, SourceFinish};
+use vmferry_handover::{DestinationFinish, FinishWord, SourceFinish};
 
 use super::action::Action;
+use super::settle::Goal;
 use super::world::{Domain, LibvirtCall, Message, SourceGuest, World};
+use crate::explorer::Known;
 
 pub(super) const ONCE: &str = "two hosts never run the guest";
 pub(super) const NO_PAST: &str = "the guest never continues from an outdated state";
 pub(super) const ENDS: &str = "in the end exactly one host has the guest or an operator is needed";
 pub(super) const OPERATOR: &str = "an operator can always end it";
+const TRUTH: &str = "no journal says that the wrong host has the guest";
+
+/// The damages, the most serious first.
+pub(super) const DAMAGES: [&str; 5] = [ONCE, NO_PAST, ENDS, OPERATOR, TRUTH];
 
 /// A rule of the daemons, or an assumption about them, that is broken on purpose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, IntoStaticStr, VariantArray)]
@@ -45,6 +48,12 @@ pub enum BrokenFinish {
     /// The daemon at the destination closes libvirt's connection when the link is lost.
     #[strum(serialize = "the destination gives up libvirt's reply when the link is lost")]
     DestinationGivesUp,
+    /// The daemon at the source passes on that its libvirt has closed its connection.
+    #[strum(serialize = "the end of the source's connection closes the destination's after SENT")]
+    ForwardsEnd,
+    /// An operator at the destination decides while its libvirt may still start the guest.
+    #[strum(serialize = "an operator decides while the destination's libvirt works on Finish")]
+    DecidesTooEarly,
     /// SENT is not synced.
     #[strum(serialize = "SENT is not synced before Finish is sent")]
     UnsyncedSent,
@@ -88,11 +97,11 @@ pub struct Finish {
     /// Whether operators act, also after faults end.
     pub(super) operators: bool,
     /// Fault-free states that are known to reach their goal, without and with operators.
-    pub(super) settling: [Mutex<HashSet<World>>; 2],
+    pub(super) settling: [Known<World>; 2],
 }
 
 impl Finish {
-    fn breaks(&self, rule: BrokenFinish) -> bool {
+    pub(super) fn breaks(&self, rule: BrokenFinish) -> bool {
         self.broken == Some(rule)
     }
 
@@ -113,6 +122,11 @@ impl Finish {
             actions.push(Action::SourceDies { on_disk: false });
             if process.writing.is_some() {
                 actions.push(Action::SourceDies { on_disk: true });
+            }
+        }
+        if faults && process.writing.is_some() {
+            for on_disk in [false, true] {
+                actions.push(Action::SourceWriteFails { on_disk });
             }
         }
         if faults && world.keeper {
@@ -164,6 +178,9 @@ impl Finish {
             actions.push(Action::DestinationDies { on_disk: false });
             if process.writing.is_some() {
                 actions.push(Action::DestinationDies { on_disk: true });
+                for on_disk in [false, true] {
+                    actions.push(Action::DestinationWriteFails { on_disk });
+                }
             }
         }
         if process.writing.is_some() {
@@ -173,6 +190,9 @@ impl Finish {
         } else if world.libvirt_connection {
             if matches!(world.call, LibvirtCall::Replied(_)) {
                 actions.push(Action::DestinationHears);
+            }
+            if process.state != DestinationFinish::Passed {
+                actions.push(Action::DestinationCloses);
             }
             if faults && self.breaks(BrokenFinish::DestinationGivesUp) {
                 actions.push(Action::DestinationGivesUp);
@@ -222,52 +242,6 @@ impl Finish {
             actions.push(Action::HostIsLost);
         }
     }
-
-    /// What operators do. They have looked at the other host, or it is lost, so they say what is
-    /// true. At the source's libvirt they follow the journal of the daemon at the source.
-    fn operator_actions(world: &World, actions: &mut Vec<Action>) {
-        let ran = world.has_run_there();
-        let never = match world.destination.disk {
-            DestinationFinish::Barred | DestinationFinish::Answered(FinishWord::DoesNotRun) => true,
-            _ => world.lost && !ran,
-        };
-        if let Some(process) = world.source.idle()
-            && process.state == SourceFinish::Sent
-        {
-            if ran {
-                actions.push(Action::OperatorAtSource(OperatorWord::DestinationOwns));
-            } else if never {
-                actions.push(Action::OperatorAtSource(OperatorWord::SourceResumes));
-            }
-        }
-        if let Some(process) = world.destination.idle()
-            && process.state == DestinationFinish::Passed
-            && world.reply_lost
-            && world.libvirt_runs
-            && world.call == LibvirtCall::None
-        {
-            let owns = OperatorWord::DestinationOwns;
-            let resumes = OperatorWord::SourceResumes;
-            actions.push(Action::OperatorAtDestination(if ran { owns } else { resumes }));
-        }
-        if world.source_guest == SourceGuest::LeftPaused {
-            let sends = world.source.process.as_ref().is_some_and(|process| {
-                process.writing.is_some() || process.state != SourceFinish::NotSent
-            });
-            match world.source.disk {
-                SourceFinish::Answered(FinishWord::DoesNotRun) => {
-                    actions.push(Action::OperatorEndsPause(OperatorWord::SourceResumes));
-                }
-                SourceFinish::NotSent if !sends => {
-                    actions.push(Action::OperatorEndsPause(OperatorWord::SourceResumes));
-                }
-                SourceFinish::Answered(FinishWord::Runs) => {
-                    actions.push(Action::OperatorEndsPause(OperatorWord::DestinationOwns));
-                }
-                SourceFinish::Sent | SourceFinish::NotSent => {}
-            }
-        }
-    }
 }
 
 impl Model for Finish {
@@ -292,7 +266,7 @@ impl Model for Finish {
             actions.push(Action::FaultsEnd);
         }
         if self.operators || !world.faults_ended {
-            Self::operator_actions(world, actions);
+            self.operator_actions(world, actions);
         }
     }
 
@@ -314,6 +288,7 @@ impl Model for Finish {
             Property::always(OPERATOR, |model: &Self, world: &World| {
                 !world.faults_ended || model.settles(world, Goal::One)
             }),
+            Property::always(TRUTH, |_, world: &World| world.journals_are_right()),
             Property::sometimes("the guest moves", |_, world: &World| {
                 world.source_guest == SourceGuest::Killed && world.domain == Domain::Runs
             }),
@@ -331,17 +306,17 @@ impl Model for Finish {
             Property::sometimes("an operator is needed", |_, world: &World| {
                 world.faults_ended && world.waits_for_operator()
             }),
+            Property::sometimes(
+                "an operator resumes the destination's guest",
+                |_, world: &World| {
+                    world.domain == Domain::Runs
+                        && !world.libvirt_connection
+                        && world.reply_lost
+                        && world.destination.disk == DestinationFinish::Answered(FinishWord::Runs)
+                },
+            ),
         ];
         properties.retain(|property| self.only.is_none_or(|only| property.name == only));
         properties
     }
-}
-
-/// What must be reached after faults end.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Goal {
-    /// Exactly one host has the guest, or an operator is needed. No operator acts.
-    OneOrOperator,
-    /// Exactly one host has the guest. Operators act.
-    One,
 }

@@ -1,87 +1,52 @@
 //! Whether a world without faults reaches its goal.
 
-use std::collections::{HashMap, HashSet, VecDeque};
-
-use stateright::Model;
-
-use super::action::Action;
-use super::model::{Finish, Goal};
+use super::model::{ENDS, Finish, OPERATOR};
 use super::world::World;
+use crate::explorer::{DeadEnd, Explorable, Explored, path_to_dead_end, settles};
+
+/// What must be reached after faults end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Goal {
+    /// Exactly one host has the guest, or an operator is needed. No operator acts.
+    OneOrOperator,
+    /// Exactly one host has the guest, and no other host has a paused copy of it. Operators act.
+    One,
+}
+
+impl Goal {
+    fn is_reached(self, world: &World) -> bool {
+        match self {
+            Self::OneOrOperator => world.is_settled() || world.waits_for_operator(),
+            Self::One => world.is_settled() && !world.has_copy_left(),
+        }
+    }
+}
+
+impl Explored for World {
+    fn in_words(&self) -> String {
+        self.who_has_the_guest()
+    }
+}
+
+impl Explorable for Finish {
+    fn dead_end(&self, property: &str, from: &World) -> Option<DeadEnd<Self>> {
+        let goal = match property {
+            ENDS => Goal::OneOrOperator,
+            OPERATOR => Goal::One,
+            _ => return None,
+        };
+        Some(path_to_dead_end(&self.acting(goal), from, |world| goal.is_reached(world)))
+    }
+}
 
 impl Finish {
-    /// Whether the goal is reachable from this world and from all of its successors. Then every
-    /// fair schedule reaches it.
+    /// Whether every fair schedule reaches the goal.
     pub(super) fn settles(&self, world: &World, goal: Goal) -> bool {
-        let mut known = self.settling[goal as usize].lock();
-        if known.contains(world) {
-            return true;
-        }
-        let (reached, settling) = self.future(world, goal, &known);
-        let all = reached.iter().all(|world| settling.contains(world));
-        if all {
-            known.extend(settling);
-        }
-        all
-    }
-
-    /// The shortest path from a world that may not reach the goal to one that never will.
-    pub(super) fn path_to_dead_end(&self, from: &World, goal: Goal) -> (Vec<Action>, World) {
-        let (_, settling) = self.future(from, goal, &HashSet::new());
-        let mut seen = HashSet::from([from.clone()]);
-        let mut queue = VecDeque::from([(from.clone(), Vec::new())]);
-        while let Some((at, path)) = queue.pop_front() {
-            if !settling.contains(&at) {
-                return (path, at);
-            }
-            for (action, next) in self.acting(goal).next_steps(&at) {
-                if seen.insert(next.clone()) {
-                    let mut longer = path.clone();
-                    longer.push(action);
-                    queue.push_back((next, longer));
-                }
-            }
-        }
-        (Vec::new(), from.clone())
+        let known = &self.settling[goal as usize];
+        settles(&self.acting(goal), world, known, |world| goal.is_reached(world))
     }
 
     fn acting(&self, goal: Goal) -> Self {
         Self { broken: self.broken, operators: goal == Goal::One, ..Self::default() }
-    }
-
-    /// All reachable worlds, up to those that are known to settle, and the subset of them from
-    /// which the goal is reachable.
-    fn future(
-        &self,
-        from: &World,
-        goal: Goal,
-        known: &HashSet<World>,
-    ) -> (HashSet<World>, HashSet<World>) {
-        let model = self.acting(goal);
-        let mut came_from: HashMap<World, Vec<World>> = HashMap::from([(from.clone(), vec![])]);
-        let mut queue = VecDeque::from([from.clone()]);
-        let mut good = Vec::new();
-        while let Some(at) = queue.pop_front() {
-            if known.contains(&at) {
-                good.push(at);
-                continue;
-            }
-            if at.is_settled() || (goal == Goal::OneOrOperator && at.waits_for_operator()) {
-                good.push(at.clone());
-            }
-            for next in model.next_states(&at) {
-                let before = came_from.entry(next.clone()).or_insert_with(|| {
-                    queue.push_back(next);
-                    Vec::new()
-                });
-                before.push(at.clone());
-            }
-        }
-        let mut settling = HashSet::new();
-        while let Some(at) = good.pop() {
-            if settling.insert(at.clone()) {
-                good.extend(came_from[&at].iter().cloned());
-            }
-        }
-        (came_from.into_keys().collect(), settling)
     }
 }

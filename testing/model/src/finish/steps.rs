@@ -7,6 +7,7 @@ use vmferry_handover::{
 
 use super::action::Action;
 use super::model::{BrokenFinish, Finish};
+use super::operator::operator_acts;
 use super::world::{Daemon, Domain, LibvirtCall, Message, Process, SourceGuest, World};
 
 impl Finish {
@@ -38,9 +39,11 @@ impl Finish {
                     self.destination_step(world, |state| state.reply(word).ok());
                 }
             }
-            Action::DestinationGivesUp => {
-                world.libvirt_connection = false;
-                drop_reply(world);
+            Action::DestinationGivesUp => gives_up(world),
+            Action::DestinationCloses => world.libvirt_connection = false,
+            Action::SourceWriteFails { on_disk } => self.source_write_fails(world, on_disk),
+            Action::DestinationWriteFails { on_disk } => {
+                self.destination_write_fails(world, on_disk);
             }
             Action::SourceConfirms => {
                 world.source_guest = match world.source_guest {
@@ -51,22 +54,6 @@ impl Finish {
             Action::SourceSeesBreak => {
                 world.source_guest = SourceGuest::Confirms(FinishWord::DoesNotRun);
             }
-            Action::OperatorAtSource(word) => {
-                self.source_step(world, |state| state.operator(word).ok());
-            }
-            Action::OperatorAtDestination(word) => {
-                // An operator who lets the source resume has destroyed the paused guest here.
-                if world.domain == Domain::Waits {
-                    world.domain = Domain::NeverRan;
-                }
-                self.destination_step(world, |state| state.operator(word).ok());
-            }
-            Action::OperatorEndsPause(OperatorWord::SourceResumes) => {
-                world.source_guest = SourceGuest::Runs;
-            }
-            Action::OperatorEndsPause(OperatorWord::DestinationOwns) => {
-                world.source_guest = SourceGuest::Killed;
-            }
             Action::FaultsEnd => {
                 world.faults_ended = true;
                 world.network.clear();
@@ -74,11 +61,13 @@ impl Finish {
                 sync(&mut world.source);
                 sync(&mut world.destination);
             }
-            _ => self.apply_to_libvirt_or_death(world, action),
+            _ if self.apply_to_libvirt_or_death(world, action) => {}
+            _ => operator_acts(world, action),
         }
     }
 
-    fn apply_to_libvirt_or_death(&self, world: &mut World, action: Action) {
+    /// Returns whether it is such an action.
+    fn apply_to_libvirt_or_death(&self, world: &mut World, action: Action) -> bool {
         match action {
             Action::LibvirtBegins if world.domain == Domain::Waits => {
                 world.call = LibvirtCall::Begun;
@@ -136,6 +125,9 @@ impl Finish {
             Action::SourceLibvirtRestarts => {
                 world.source_guest = SourceGuest::LeftPaused;
                 world.source_connection = false;
+                if self.breaks(BrokenFinish::ForwardsEnd) {
+                    gives_up(world);
+                }
             }
             Action::LibvirtDies => {
                 world.libvirt_runs = false;
@@ -146,21 +138,22 @@ impl Finish {
             Action::LibvirtRestarts { kills } => {
                 world.libvirt_runs = true;
                 if kills {
-                    world.domain = Domain::NeverRan;
+                    world.domain = ended(world);
                 }
             }
             Action::GuestMovesOn => world.domain = Domain::MovedOn,
-            Action::GuestEnds => world.domain = ended(world.domain),
+            Action::GuestEnds => world.domain = ended(world),
             Action::HostIsLost => {
                 world.lost = true;
                 world.destination.process = None;
                 world.libvirt_runs = false;
                 world.libvirt_connection = false;
                 world.call = LibvirtCall::None;
-                world.domain = ended(world.domain);
+                world.domain = ended(world);
             }
-            _ => {}
+            _ => return false,
         }
+        true
     }
 
     fn deliver(&self, world: &mut World, message: Message) {
@@ -203,7 +196,8 @@ impl Finish {
                 if world.libvirt_connection {
                     world.call = LibvirtCall::Written;
                 } else {
-                    world.reply_lost = true;
+                    // It can't be written any more.
+                    self.destination_step(world, |state| state.reply(FinishWord::DoesNotRun).ok());
                 }
             }
             Some(DestinationAction::Refuse) => {
@@ -224,9 +218,7 @@ impl Finish {
         let waiting = world.libvirt_connection && !world.reply_lost;
         let seen = match (world.libvirt_runs, world.domain) {
             (false, _) => DomainSeen::NoAnswer,
-            (true, Domain::Runs) => DomainSeen::Runs,
-            (true, Domain::Waits) => DomainSeen::Waits,
-            (true, Domain::MovedOn | Domain::Ended | Domain::NeverRan) => DomainSeen::Gone,
+            (true, domain) => domain.seen(),
         };
         let does_not_run = match self.broken {
             Some(BrokenFinish::SaysWithoutLooking) => true,
@@ -242,7 +234,7 @@ impl Finish {
         }
     }
 
-    fn source_step(
+    pub(super) fn source_step(
         &self,
         world: &mut World,
         step: impl FnOnce(SourceFinish) -> Option<SourceStep>,
@@ -253,7 +245,7 @@ impl Finish {
         self.begin(process, step, rule, world.faults_ended);
     }
 
-    fn destination_step(
+    pub(super) fn destination_step(
         &self,
         world: &mut World,
         step: impl FnOnce(DestinationFinish) -> Option<DestinationStep>,
@@ -308,6 +300,11 @@ fn source_does(world: &mut World) {
     }
 }
 
+fn gives_up(world: &mut World) {
+    world.libvirt_connection = false;
+    drop_reply(world);
+}
+
 fn sync<S: Copy, A>(daemon: &mut Daemon<S, A>) {
     if let Some(process) = &daemon.process {
         daemon.disk = process.state;
@@ -353,9 +350,12 @@ fn drop_reply(world: &mut World) {
     }
 }
 
-fn ended(domain: Domain) -> Domain {
-    match domain {
+fn ended(world: &World) -> Domain {
+    let promised = world.destination.disk == DestinationFinish::Answered(FinishWord::Runs);
+    match world.domain {
         Domain::Runs => Domain::Ended,
+        // As after RUN-INTENT: the guest has crashed.
+        Domain::Waits if promised => Domain::Ended,
         Domain::Waits => Domain::NeverRan,
         other => other,
     }

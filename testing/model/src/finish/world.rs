@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 
 use vmferry_handover::{
-    DestinationAction, DestinationFinish, FinishAnswer, FinishWord, SourceAction, SourceFinish,
+    DestinationAction, DestinationFinish, DomainSeen, FinishAnswer, FinishOwner, FinishWord,
+    SourceAction, SourceFinish,
 };
 
 /// Both hosts and the network between their daemons.
@@ -69,7 +70,7 @@ pub enum Domain {
     Runs,
     /// It ran, and runs on a third host now.
     MovedOn,
-    /// It ran, and has ended.
+    /// It ran, or an operator has promised it, and it has ended.
     Ended,
     /// It is gone, and its CPUs have never run.
     NeverRan,
@@ -121,6 +122,18 @@ pub enum Message {
     Answer(FinishAnswer),
 }
 
+impl Domain {
+    /// What libvirt says about it.
+    #[must_use]
+    pub fn seen(self) -> DomainSeen {
+        match self {
+            Self::Runs => DomainSeen::Runs,
+            Self::Waits => DomainSeen::Waits,
+            Self::MovedOn | Self::Ended | Self::NeverRan => DomainSeen::Gone,
+        }
+    }
+}
+
 impl<State: Copy, Action> Daemon<State, Action> {
     fn new(state: State) -> Self {
         Self { disk: state, process: Some(Process { state, writing: None, todo: None }) }
@@ -170,6 +183,27 @@ impl World {
             && matches!(self.domain, Domain::Runs | Domain::MovedOn)
     }
 
+    /// Whether the journals, read by an operator, name the right host.
+    #[must_use]
+    pub fn journals_are_right(&self) -> bool {
+        let seen = match (self.libvirt_runs, self.domain) {
+            (false, _) => DomainSeen::NoAnswer,
+            (true, domain) => domain.seen(),
+        };
+        let is_right = |owner| match owner {
+            FinishOwner::Source => !self.has_run_there(),
+            FinishOwner::Destination => self.source_guest != SourceGuest::Runs,
+            FinishOwner::Undecided => true,
+        };
+        is_right(self.source.disk.owner()) && is_right(self.destination.disk.owner(seen))
+    }
+
+    /// Whether the guest is paused at the destination although the source has it.
+    #[must_use]
+    pub fn has_copy_left(&self) -> bool {
+        self.source_guest == SourceGuest::Runs && self.domain == Domain::Waits && !self.lost
+    }
+
     /// Whether exactly one host has the guest. A guest that ended after it ran has ended there.
     #[must_use]
     pub fn is_settled(&self) -> bool {
@@ -191,7 +225,10 @@ impl World {
             && self.destination.disk == DestinationFinish::Passed
             && self.call == LibvirtCall::None
             && self.domain != Domain::Runs;
-        source_restarted || reply_lost || (asks && self.lost)
+        // An operator has decided and not yet resumed the guest.
+        let promised = self.destination.disk == DestinationFinish::Answered(FinishWord::Runs)
+            && self.domain == Domain::Waits;
+        source_restarted || reply_lost || promised || (asks && self.lost)
     }
 
     /// Who has the guest, in words.

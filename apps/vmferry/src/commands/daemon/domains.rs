@@ -1,43 +1,129 @@
 //! What this host's libvirt says about a domain.
 
-use std::process::Command;
+use std::process::{Command, Output};
 
+use uuid::Uuid;
 use vmferry_handover::{DomainSeen, GuestIdentity};
 use vmferry_proxy::Domains;
+
+/// libvirt of this host.
+const URI: &str = "qemu:///system";
+
+/// How long virsh may take. libvirt itself waits up to 30 s for another job of the domain.
+const TIMEOUT_S: &str = "40";
 
 /// Asks through `virsh`.
 #[derive(Debug)]
 pub struct LibvirtDomains;
 
-/// How long virsh may take.
-const TIMEOUT_S: &str = "20";
-
 impl Domains for LibvirtDomains {
     fn look(&self, guest: &GuestIdentity) -> DomainSeen {
-        let mut virsh = Command::new("timeout");
-        virsh.args([TIMEOUT_S, "virsh", "--connect", "qemu:///system", "domstate", "--reason"]);
-        let output = virsh.arg(guest.uuid.to_string()).env("LC_ALL", "C").output();
-        let Ok(output) = output else { return DomainSeen::NoAnswer };
-        let said = String::from_utf8_lossy(&output.stdout);
-        let problem = String::from_utf8_lossy(&output.stderr);
-        match output.status.success() {
-            true => seen(&said),
-            false if problem.contains("failed to get domain") => DomainSeen::Gone,
-            false => DomainSeen::NoAnswer,
-        }
+        DomainLook::at(guest.uuid).seen
     }
 }
 
+/// What libvirt says about a domain now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DomainLook {
+    /// In libvirt's words, such as `running (migrated)`, or why it does not say.
+    pub said: String,
+    /// What that means.
+    pub seen: DomainSeen,
+}
+
+impl DomainLook {
+    /// Asks libvirt of this host. Changes nothing.
+    pub fn at(uuid: Uuid) -> Self {
+        match virsh(&["domstate", "--reason", "--domain", &uuid.to_string()]) {
+            Ok(said) => Self { seen: seen(said.trim()), said: said.trim().to_owned() },
+            Err(problem) if problem.contains("failed to get domain") => {
+                Self { seen: DomainSeen::Gone, said: "no such domain".into() }
+            }
+            Err(problem) => Self { seen: DomainSeen::NoAnswer, said: problem },
+        }
+    }
+
+    /// libvirt was not asked.
+    pub fn not_asked() -> Self {
+        Self { said: "not asked".into(), seen: DomainSeen::NoAnswer }
+    }
+
+    /// Whether post-copy is under way or has failed, so that each host has a part of the memory.
+    pub fn is_split(&self) -> bool {
+        self.said.contains("(post-copy")
+    }
+}
+
+/// Whether libvirt has a job for the domain, such as a migration that arrives. It is assumed if
+/// libvirt does not say.
+pub fn has_job(uuid: Uuid) -> bool {
+    // libvirt refuses to answer about a migration that arrives.
+    virsh(&["domjobinfo", "--domain", &uuid.to_string()])
+        .map_or(true, |said| !said.lines().any(|line| is_without_job(line)))
+}
+
+fn is_without_job(line: &str) -> bool {
+    line.split_once(':')
+        .is_some_and(|(name, value)| (name.trim(), value.trim()) == ("Job type", "None"))
+}
+
+/// Whether the domain's QEMU has loaded the guest's memory and devices.
+pub fn is_loaded(uuid: Uuid) -> bool {
+    let query = r#"{"execute":"query-status"}"#;
+    let said = virsh(&["qemu-monitor-command", "--domain", &uuid.to_string(), query]);
+    let answer = said.ok().and_then(|said| serde_json::from_str::<serde_json::Value>(&said).ok());
+    answer.is_some_and(|answer| answer["return"]["status"] == "paused")
+}
+
+/// Resumes a paused domain.
+///
+/// # Errors
+/// libvirt's words.
+pub fn resume(uuid: Uuid) -> Result<(), String> {
+    virsh(&["resume", "--domain", &uuid.to_string()]).map(drop)
+}
+
+/// Ends a domain at once.
+///
+/// # Errors
+/// libvirt's words.
+pub fn destroy(uuid: Uuid) -> Result<(), String> {
+    virsh(&["destroy", "--domain", &uuid.to_string()]).map(drop)
+}
+
+/// Runs `virsh`, and returns what it prints, or its errors.
+fn virsh(arguments: &[&str]) -> Result<String, String> {
+    let mut virsh = Command::new("timeout");
+    virsh.args([TIMEOUT_S, "virsh", "--quiet", "--connect", URI]).args(arguments);
+    let Output { status, stdout, stderr } = virsh
+        .env("LC_ALL", "C")
+        .env_remove("LANGUAGE")
+        .output()
+        .map_err(|error| format!("`virsh` can't be started: {error}"))?;
+    if status.success() {
+        return Ok(String::from_utf8_lossy(&stdout).into_owned());
+    }
+    let errors = String::from_utf8_lossy(&stderr);
+    let lines = errors.lines().map(|line| line.trim_start_matches("error: ").trim());
+    let text = lines.filter(|line| !line.is_empty()).collect::<Vec<_>>().join(": ");
+    Err(if text.is_empty() { format!("`virsh` ended with {status}") } else { text })
+}
+
 /// The meaning of a state and its reason, as `virsh domstate --reason` prints them.
+///
+/// Between its Prepare and its Finish, libvirt lets nobody pause a domain: `paused (user)` means
+/// that Finish has succeeded, of a guest that was paused before its migration
+/// (`VIR_MIGRATE_PAUSED`) or since.
 fn seen(said: &str) -> DomainSeen {
-    let (state, reason) = said.trim().split_once(" (").unwrap_or((said.trim(), ""));
+    let (state, reason) = said.split_once(" (").unwrap_or((said, ""));
     let reason = reason.trim_end_matches(')');
     match (state, reason) {
+        // The source still has memory that the guest needs.
+        ("running" | "paused", reason) if reason.starts_with("post-copy") => DomainSeen::Waits,
         ("running" | "idle" | "in shutdown" | "crashed" | "pmsuspended", _) => DomainSeen::Runs,
-        ("paused", "I/O error" | "ioerror" | "watchdog" | "crashed" | "shutting down") => {
-            DomainSeen::Runs
-        }
-        ("paused" | "no state", _) => DomainSeen::Waits,
+        ("paused", "" | "migrating" | "unknown" | "starting up") => DomainSeen::Waits,
+        ("paused", _) => DomainSeen::Runs,
+        ("no state", _) => DomainSeen::Waits,
         ("shut off", _) => DomainSeen::Gone,
         _ => DomainSeen::NoAnswer,
     }
@@ -50,15 +136,37 @@ mod tests {
     #[test]
     fn states_tell_whether_the_finish_has_succeeded() {
         for (said, expected) in [
-            ("running (migrated)\n\n", DomainSeen::Runs),
+            ("running (migrated)", DomainSeen::Runs),
             ("running (unpaused)", DomainSeen::Runs),
+            ("running (post-copy)", DomainSeen::Waits),
+            ("running (post-copy failed)", DomainSeen::Waits),
+            ("paused (post-copy failed)", DomainSeen::Waits),
             ("paused (migrating)", DomainSeen::Waits),
+            ("paused (starting up)", DomainSeen::Waits),
+            ("paused (unknown)", DomainSeen::Waits),
+            ("paused", DomainSeen::Waits),
             ("paused (I/O error)", DomainSeen::Runs),
-            ("paused (user)", DomainSeen::Waits),
+            ("paused (watchdog)", DomainSeen::Runs),
+            ("paused (user)", DomainSeen::Runs),
+            ("paused (saving)", DomainSeen::Runs),
             ("shut off (destroyed)", DomainSeen::Gone),
             ("", DomainSeen::NoAnswer),
         ] {
             assert_eq!(seen(said), expected, "{said}");
         }
+    }
+
+    #[test]
+    fn is_split_recognizes_post_copy() {
+        let look = |said: &str| DomainLook { said: said.into(), seen: seen(said) };
+        assert!(look("paused (post-copy failed)").is_split());
+        assert!(!look("paused (migrating)").is_split());
+    }
+
+    #[test]
+    fn is_without_job_reads_virsh() {
+        assert!(is_without_job("Job type:         None        "));
+        assert!(!is_without_job("Job type:         Unbounded"));
+        assert!(!is_without_job("Operation:        None"));
     }
 }

@@ -1,11 +1,13 @@
 //! The keeper of a daemon's connections, a process of its own that outlives the daemon.
 
 use std::io::{self, Read};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
-use std::process::{Command, Stdio};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 
-use vmferry_proxy::{Keeper, serve_keeper};
+use parking_lot::Mutex;
+use vmferry_proxy::{KeeperProgram, connect_to_keeper, serve_keeper};
 
 use crate::args::KeeperOptions;
 use crate::exit::{Code, Failure};
@@ -20,31 +22,60 @@ pub fn serve(options: &KeeperOptions) -> Result<(), Failure> {
     serve_keeper(&options.socket, ready).map_err(|error| Failure::of(Code::Internal, error))
 }
 
-/// Starts a keeper at `socket` unless one serves there.
-pub fn start(socket: &Path) -> Result<(), Failure> {
-    if Keeper::connect(socket).is_ok() {
-        return Ok(());
+/// The keeper that listens at a path. It is started whenever none serves there.
+#[derive(Debug)]
+pub struct KeeperAt {
+    socket: PathBuf,
+    /// The keeper that this process has started last.
+    child: Mutex<Option<Child>>,
+}
+
+impl KeeperAt {
+    /// The keeper of this path, which is started by the first connection.
+    pub fn new(socket: PathBuf) -> Self {
+        Self { socket, child: Mutex::default() }
     }
-    let failed = |error: io::Error| {
-        let text =
-            format!("the process that keeps connections at {} can't be started", socket.display());
-        Failure::of(Code::Internal, anyhow::Error::new(error).context(text))
-    };
+}
+
+impl KeeperProgram for KeeperAt {
+    fn connect(&self) -> io::Result<OwnedFd> {
+        match connect_to_keeper(&self.socket) {
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+                ) => {}
+            connected => return connected,
+        }
+        let mut child = self.child.lock();
+        if let Some(mut ended) = child.take() {
+            // Nothing is left of it then.
+            let _ = ended.try_wait();
+        }
+        *child = Some(start(&self.socket)?);
+        connect_to_keeper(&self.socket)
+    }
+}
+
+/// Starts a keeper at `socket`, and waits until it serves.
+fn start(socket: &Path) -> io::Result<Child> {
     // A keeper that was killed leaves its socket.
     match std::fs::remove_file(socket) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    let mut command = Command::new(std::env::current_exe().map_err(failed)?);
+    let mut command = Command::new(std::env::current_exe()?);
     command.args(["keep-connections", "--socket"]).arg(socket).current_dir("/");
     // A signal for the daemon's process group must not reach it.
     command.process_group(0).stdin(Stdio::null()).stdout(Stdio::piped());
-    let mut child = command.spawn().map_err(failed)?;
+    let mut child = command.spawn()?;
     let mut said = [0; 6];
-    let ready = child.stdout.take().map(|mut out| out.read_exact(&mut said));
-    match ready {
-        Some(Ok(())) => Ok(()),
-        Some(Err(error)) => Err(failed(error)),
-        None => Err(failed(io::ErrorKind::BrokenPipe.into())),
+    let out = child.stdout.take().ok_or(io::ErrorKind::BrokenPipe)?;
+    let ready = { out }.read_exact(&mut said);
+    if let Err(error) = ready {
+        let _ = child.kill();
+        let _ = child.wait();
+        return Err(error);
     }
+    Ok(child)
 }

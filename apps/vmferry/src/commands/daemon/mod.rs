@@ -2,15 +2,17 @@
 //! hosts and from them.
 
 pub mod config;
-mod domains;
+pub mod domains;
 pub mod keeper;
 mod served;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
 use serde_json::json;
+use vmferry_control::Directories;
 use vmferry_proxy::{Proxy, ProxyEvent};
 use vmferry_transport::FileVersion;
 
@@ -43,9 +45,8 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
     let mut proxy = proxy;
     proxy.journals = directories.journals();
     // Without the ending of guests' control sockets.
-    let keeper_socket = directories.runtime().join("keeper");
-    keeper::start(&keeper_socket)?;
-    proxy.keeper = Some(keeper_socket);
+    let keeper = keeper::KeeperAt::new(keeper_socket(&directories));
+    proxy.keeper = Some(Arc::new(keeper));
     let guests = Arc::new(Guests::new(directories));
     let (told, of_observer) = (output.clone(), Arc::clone(&guests));
     let observer = move |event: ProxyEvent| {
@@ -98,6 +99,11 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
             }
         }
     }
+}
+
+/// Where the keeper of this user's daemon listens.
+pub fn keeper_socket(directories: &Directories) -> PathBuf {
+    directories.runtime().join("keeper")
 }
 
 fn reload(

@@ -11,7 +11,7 @@ use vmferry_control::{
     Answer, ControlError, Directories, ErrorCode, Handler, Replies, Request, Server,
 };
 use vmferry_handover::OperatorWord;
-use vmferry_proxy::{Phase, Proxy, ProxyEvent, Side};
+use vmferry_proxy::{DoubtStatus, Phase, Proxy, ProxyEvent, Side};
 
 /// The sockets.
 pub struct Guests {
@@ -84,10 +84,15 @@ impl Handler for MovedGuest {
 }
 
 impl MovedGuest {
+    /// The guest's last session that is in doubt. An earlier one may have lost its libvirt.
+    fn doubt(&self, proxy: &Proxy) -> Option<DoubtStatus> {
+        proxy.doubts().into_iter().rfind(|doubt| doubt.guest == self.guest)
+    }
+
     fn status(&self, proxy: &Proxy) -> Value {
         let migrations = proxy.migrations();
         let its = migrations.iter().rev().find(|migration| migration.guest == self.guest);
-        let doubt = proxy.doubts().into_iter().find(|doubt| doubt.guest == self.guest);
+        let doubt = self.doubt(proxy);
         let uuid = its.map(|one| one.uuid).or(doubt.as_ref().map(|doubt| doubt.uuid));
         let peer =
             its.map(|one| one.peer.clone()).or(doubt.as_ref().map(|doubt| doubt.peer.clone()));
@@ -118,7 +123,7 @@ impl MovedGuest {
     }
 
     fn resolve(&self, proxy: &Proxy, word: OperatorWord) -> Result<Answer, ControlError> {
-        let doubt = proxy.doubts().into_iter().find(|doubt| doubt.guest == self.guest);
+        let doubt = self.doubt(proxy);
         match doubt {
             Some(doubt) if proxy.decide(doubt.session, word) => {
                 Ok(json!({ "decided": word }).into())

@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use vmferry_control::Directories;
 use vmferry_handover::journal::{self, Record, SessionSummary, Side, Verdict};
 
+use super::moved::Moved;
 use super::text;
 use crate::commands::directories;
 use crate::exit::{Code, Failure};
@@ -20,9 +21,16 @@ pub fn run(output: &Output) -> Result<(), Failure> {
     let found =
         journal::sessions(&directory).map_err(|error| Failure::of(Code::Internal, error))?;
     let older = older_journals(&places);
-    let value = json!({ "sessions": found, "directory": directory, "older": older });
+    let moved = Moved::read(&directory)?;
+    let value = json!({
+        "sessions": found, "finishes": moved.to_json(), "unreadable": moved.unreadable_json(),
+        "directory": directory, "older": older,
+    });
     output.result(&value, || {
         let mut shown = session_table(&directory, &found);
+        if let Some(table) = moved.table() {
+            shown.push_str(&format!("\n{table}"));
+        }
         for older in &older {
             shown.push_str(&format!("\n{}", about_older(older)));
         }
