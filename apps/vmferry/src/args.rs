@@ -247,6 +247,9 @@ Look at the other host first. If the source resumes while the destination runs t
 run it and its data is lost. The command shows what the journal says and asks before it decides
 anything. Without a terminal, --yes confirms that the other host was looked at or fenced.
 
+A guest that libvirt moves can be decided on both hosts, with and without a running daemon: the word
+is written to the journal, and then libvirt of this host resumes or removes the guest.
+
 Examples:
   vmferry resolve web --destination-owns
   vmferry resolve web --source-resumes
@@ -254,10 +257,10 @@ Examples:
 pub struct ResolveOptions {
     /// Name of the guest, path of its control socket, or number of the session.
     pub guest: String,
-    /// The other host runs the guest: give it up on this host.
+    /// The destination has the guest, or had it: the source gives it up.
     #[arg(long, group = "word")]
     pub destination_owns: bool,
-    /// The other host does not run the guest and never will: resume it on this host.
+    /// The guest never ran at the destination and never will: the source resumes it.
     #[arg(long, group = "word")]
     pub source_resumes: bool,
     /// Don't ask: the other host was looked at, or is fenced.

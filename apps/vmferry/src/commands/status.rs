@@ -171,9 +171,11 @@ fn all(output: &Output) -> Result<(), Failure> {
     // While a daemon leads such a session, its control socket reports it.
     let moved = Finishes::read(&directory.journals())?;
     let in_doubt = |one: &&Finish| one.is_undecided() && !one.led && !one.runs_here();
-    doubtful.extend(moved.all.iter().filter(in_doubt).map(|one| {
-        json!({ "session": one.session, "guest": one.guest.name, "vmm_lives": null })
-    }));
+    doubtful.extend(
+        moved.all.iter().filter(in_doubt).map(
+            |one| json!({ "session": one.session, "guest": one.guest.name, "vmm_lives": null }),
+        ),
+    );
     let older = older_journals(&directory);
     let value = json!({
         "guests": guests, "in_doubt": doubtful, "directories": places(&directory), "older": older,

@@ -9,13 +9,13 @@ use vmferry_libvirt_lab::LibvirtVersion;
 use crate::support::{Hosts, linux, must_succeed};
 
 /// A migration whose Finish has reached a libvirt that does not act on it.
-struct Finishing {
-    hosts: Hosts,
-    libvirtd: Pid,
-    moving: std::process::Child,
+pub struct Finishing {
+    pub hosts: Hosts,
+    pub libvirtd: Pid,
+    pub moving: std::process::Child,
 }
 
-fn finishing(version: LibvirtVersion) -> Finishing {
+pub fn finishing(version: LibvirtVersion) -> Finishing {
     let hosts = Hosts::with(version, "reconnect_timeout = \"3s\"");
     hosts.a.libvirt.create(&linux("web"));
     hosts.a.libvirt.check_guest("web");
@@ -30,13 +30,13 @@ fn finishing(version: LibvirtVersion) -> Finishing {
 }
 
 /// Exactly one host has the guest, and it runs.
-fn guest_runs_at_the_destination_only(hosts: &Hosts) {
+pub fn guest_runs_at_the_destination_only(hosts: &Hosts) {
     hosts.b.libvirt.wait_for_state("web", Some("running"));
     hosts.a.libvirt.wait_for_state("web", None);
     hosts.b.libvirt.check_guest("web");
 }
 
-fn source_waits_paused(hosts: &Hosts) {
+pub fn source_waits_paused(hosts: &Hosts) {
     assert_eq!(hosts.a.libvirt.domain_state("web").as_deref(), Some("paused"));
 }
 

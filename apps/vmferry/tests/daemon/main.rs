@@ -6,4 +6,6 @@ mod doubt;
 mod moved;
 mod raw_link;
 mod refused;
+mod sessions;
+mod shelter;
 mod support;

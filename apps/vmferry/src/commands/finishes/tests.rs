@@ -62,7 +62,10 @@ fn journals_of_both_sides_name_the_owner_and_the_evidence() {
     let waits = look("paused (migrating)", DomainSeen::Waits);
     let text = says(sent, Some(&waits));
     assert!(text.starts_with("IN DOUBT: sent Finish at 2023-11-14T22:16:41Z"), "{text}");
-    assert!(text.ends_with("no daemon asks for the word; libvirt here: paused (migrating)"), "{text}");
+    assert!(
+        text.ends_with("no daemon asks for the word; libvirt here: paused (migrating)"),
+        "{text}"
+    );
     assert!(advice(sent, Some(&waits)).unwrap().contains("vmferry resolve web"));
     assert_eq!(passed.owner(DomainSeen::Runs), FinishOwner::Destination);
     assert_eq!(passed.owner(DomainSeen::Gone), FinishOwner::Undecided);

@@ -116,10 +116,10 @@ pub fn at_destination(
             Err("the journal has the word that the guest never ran here and never will")
         }
         (_, _, DomainSeen::NoAnswer) => Err(NO_LIBVIRT),
-        (_, _, DomainSeen::Waits) if evidence.has_job => Err(
-            "libvirt still works on the guest and may start it: try again soon, and restart \
-             libvirt if it hangs",
-        ),
+        (_, _, DomainSeen::Waits) if evidence.has_job => {
+            Err("libvirt still works on the guest and may start it: try again soon, and restart \
+             libvirt if it hangs")
+        }
         (Passed, SourceResumes, DomainSeen::Runs) => Err("libvirt says that the guest runs here"),
         // A later one of the same UUID.
         (_, SourceResumes, DomainSeen::Runs) => Err(NOTHING),
