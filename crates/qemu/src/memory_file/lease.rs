@@ -1,10 +1,10 @@
-//! Write leases: the kernel's proof that no other process has a file open.
+//! Write leases: the kernel's word on whether another process has a file open.
 //!
 //! `F_SETLEASE` with `F_WRLCK` is granted only if the descriptor's open file description is the
 //! only one of its inode; a mapping keeps the description that it was created with. That holds for
-//! all processes of the machine, whether or not they are visible from here. The lease is released
-//! at once: while it is held, a process that opens the file has to wait. Sources: fcntl(2), Linux
-//! `fs/locks.c` (`check_conflicting_open`).
+//! all processes of the machine, whether or not they are visible from here, at one instant. The
+//! lease is released at once: while it is held, a process that opens the file has to wait. Sources:
+//! fcntl(2), Linux `fs/locks.c` (`check_conflicting_open`).
 //!
 //! `unsafe`: calls of `fcntl` that rustix does not wrap. Sound because they take only an open
 //! descriptor and numbers.
@@ -19,15 +19,37 @@ use crate::process::{self, Mapping};
 /// file.
 const F_SETSIG: libc::c_int = 10;
 
-/// Whether the kernel grants a lease on QEMU's own descriptor of a file. It never grants one for a
-/// memfd, nor, without `CAP_LEASE`, for a file that another user owns.
-pub fn is_granted(pid: u32, mapping: &Mapping) -> bool {
-    process::own_descriptor(pid, mapping).is_ok_and(|file| is_granted_on(&file))
+/// The kernel's word on a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Lease {
+    /// No other process has it open or mapped.
+    Granted,
+    /// Another process has it open or mapped.
+    Refused,
+    /// The kernel has not said: vmferry can't fetch the descriptor, may not take leases on the file
+    /// (without `CAP_LEASE` only its owner may), or its file system has none.
+    Unknown,
+}
+
+/// The start of the name that the kernel gives the mapping of a memfd.
+const MEMFD: &str = "/memfd:";
+
+/// Asks for a lease on QEMU's own descriptor of a file.
+pub fn ask(pid: u32, mapping: &Mapping) -> Lease {
+    // The kernel refuses every lease on a memfd: its own descriptor does not count as an open file.
+    if mapping.path.starts_with(MEMFD) {
+        return Lease::Unknown;
+    }
+    process::own_descriptor(pid, mapping).map_or(Lease::Unknown, |file| ask_on(&file))
 }
 
 /// The same for a descriptor of this process.
-pub fn is_granted_on(file: &File) -> bool {
-    try_lease(file).is_ok()
+pub fn ask_on(file: &File) -> Lease {
+    match try_lease(file) {
+        Ok(()) => Lease::Granted,
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => Lease::Refused,
+        Err(_) => Lease::Unknown,
+    }
 }
 
 /// Takes a lease and releases it.

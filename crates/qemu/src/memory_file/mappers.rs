@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::CapabilitySet;
 
-use super::sharing::Mapper;
+use super::lease::Lease;
+use super::sharing::{Mapper, Sharing};
 use crate::error::QemuError;
 use crate::process;
 
@@ -17,6 +18,24 @@ pub struct Seen {
     pub mapper: Option<Mapper>,
     /// Why there may be others; `None` if every process of this machine was examined.
     pub unseen: Option<String>,
+}
+
+/// Why a file that no process was seen to have mapped is not this QEMU's alone.
+const OPEN_ELSEWHERE: &str = "another process has it open, which `fuser` can name";
+
+impl Seen {
+    /// What follows from the search and, if it has found no other process, from the kernel's word.
+    pub fn confirmed_by(self, lease: impl FnOnce() -> Lease) -> Sharing {
+        if let Some(mapper) = self.mapper {
+            return Sharing::Mapped(mapper);
+        }
+        match (lease(), self.unseen) {
+            (Lease::Granted, _) | (Lease::Unknown, None) => Sharing::Alone,
+            (Lease::Refused, None) => Sharing::Unknown(OPEN_ELSEWHERE.to_owned()),
+            (Lease::Refused, Some(why)) => Sharing::Unknown(format!("{OPEN_ELSEWHERE}, and {why}")),
+            (Lease::Unknown, Some(why)) => Sharing::Unknown(why),
+        }
+    }
 }
 
 /// How long a forked copy of a known process may take to `exec`, on a heavily loaded machine. A
@@ -48,7 +67,7 @@ pub fn find(file: (u64, u64), is_known: impl Fn(u32) -> bool) -> Result<Seen, Qe
             continue;
         }
         let has_mapped = || {
-            let maps = std::fs::read(entry.path().join("maps"))?;
+            let maps = maps_of(&entry.path())?;
             Ok::<_, io::Error>(has_mapped(&String::from_utf8_lossy(&maps), &inode, file))
         };
         let keeps = || Ok(has_mapped()? && stays(pid, &is_known, has_mapped)?);
@@ -112,6 +131,24 @@ impl Image {
         let parent = number(4)?.try_into().ok()?;
         Some(Self { parent, places: [number(26)?, number(27)?, number(28)?] })
     }
+}
+
+/// The mappings of a process. Those of a process whose main thread has ended are only listed for
+/// its other threads, which have the same.
+fn maps_of(process: &Path) -> io::Result<Vec<u8>> {
+    let maps = std::fs::read(process.join("maps"))?;
+    if !maps.is_empty() {
+        return Ok(maps);
+    }
+    for thread in std::fs::read_dir(process.join("task"))? {
+        match std::fs::read(thread?.path().join("maps")) {
+            Ok(maps) if maps.is_empty() => {}
+            Err(error) if is_gone(&error) => {}
+            other => return other,
+        }
+    }
+    // A thread of the kernel, or a process that has ended.
+    Ok(maps)
 }
 
 fn has_mapped(maps: &str, inode: &str, file: (u64, u64)) -> bool {

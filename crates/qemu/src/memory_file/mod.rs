@@ -12,11 +12,12 @@
 //!    share a file on any other file system, which can't be detected here.
 //! 3. *QEMU has it mapped shared and writable.* A file that QEMU may only read is never opened for
 //!    writing.
-//! 4. *It is used by this QEMU only* ([`examine`]): no other process has it mapped, and one of two
-//!    proofs holds. Either the kernel grants a write lease on QEMU's own descriptor, which it does
-//!    only if no other process anywhere has the file open or mapped, whatever its user, PID
-//!    namespace or overlay. Or every process of this machine could be examined. A process that
-//!    can't be examined leaves this open, except for a memfd that this QEMU has created: it has no
+//! 4. *It is used by this QEMU only* ([`examine`]): no other process is seen to have it mapped, and
+//!    the kernel grants a write lease on QEMU's own descriptor, which it does only if no other
+//!    process anywhere has the file open or mapped, whatever its user, PID namespace or overlay. A
+//!    lease that is refused overrules what is seen: processes are examined one after the other, and
+//!    a file may be passed on meanwhile. If no lease can be asked for, every process of this
+//!    machine must have been examined, except for a memfd that this QEMU has created: it has no
 //!    name, and only QEMU can pass it on.
 //! 5. *A source's QEMU has ended.*
 //!
@@ -49,12 +50,7 @@ use crate::process::{self, Mapping};
 /// If the processes of this host can't be listed.
 pub fn examine(pid: u32, mapping: &Mapping, ours: &[u32]) -> Result<Sharing, QemuError> {
     let seen = mappers::find(mapping.file, |other| other == pid || ours.contains(&other))?;
-    Ok(match seen {
-        mappers::Seen { mapper: Some(mapper), .. } => Sharing::Mapped(mapper),
-        mappers::Seen { unseen: None, .. } => Sharing::Alone,
-        _ if lease::is_granted(pid, mapping) => Sharing::Alone,
-        mappers::Seen { unseen: Some(why), .. } => Sharing::Unknown(why),
-    })
+    Ok(seen.confirmed_by(|| lease::ask(pid, mapping)))
 }
 
 /// A file system whose files are memory of this host.

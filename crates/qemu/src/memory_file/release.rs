@@ -10,7 +10,7 @@ use rustix::fs::FallocateFlags;
 use serde::Serialize;
 use serde_json::json;
 
-use super::{Backends, Use, kind_of, lease, mappers};
+use super::{Backends, Mapper, Sharing, Use, kind_of, lease, mappers};
 use crate::error::QemuError;
 use crate::located::Located;
 use crate::process::{self, END_TIMEOUT};
@@ -151,13 +151,12 @@ impl MemoryFile {
         let own = std::process::id();
         let seen =
             mappers::find(self.id, |pid| pid == own).map_err(|error| vmferry::chain(&error))?;
-        if let Some(mapper) = seen.mapper {
-            return Err(format!("process {} ({}) has it mapped", mapper.pid, mapper.name));
-        }
-        if let Some(why) = seen.unseen
-            && !lease::is_granted_on(&self.file)
-        {
-            return Err(format!("another process may have it: {why}"));
+        match seen.confirmed_by(|| lease::ask_on(&self.file)) {
+            Sharing::Alone => {}
+            Sharing::Mapped(Mapper { pid, name }) => {
+                return Err(format!("process {pid} ({name}) has it mapped"));
+            }
+            Sharing::Unknown(why) => return Err(format!("another process may have it: {why}")),
         }
         let blocks = || self.file.metadata().map(|metadata| metadata.blocks()).map_err(text);
         let before = blocks()?;

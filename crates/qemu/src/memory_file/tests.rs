@@ -6,6 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
+use super::lease::Lease;
 use super::*;
 use crate::direct_view::DirectView;
 use crate::view::View;
@@ -41,13 +42,17 @@ fn mapping_at(address: u64) -> Mapping {
     own.into_iter().find(|mapping| mapping.range.contains(&address)).unwrap()
 }
 
-/// Not a test: the tests run this as another process. It maps a file and says so, or maps it and
-/// prints who uses it.
+/// Not a test: the tests run this as another process. It maps a file, or only opens it, and says
+/// so, or maps it and prints who uses it.
 #[test]
 fn stand_in() {
     let Some(order) = std::env::var_os(STAND_IN) else { return };
-    let order = order.into_string().unwrap();
-    let (order, path) = order.split_once(' ').unwrap();
+    // The main thread, which may end, runs a test if it is the only one.
+    std::thread::spawn(move || follow(order.to_str().unwrap())).join().unwrap();
+}
+
+fn follow(order: &str) {
+    let (order, path) = order.rsplit_once(' ').unwrap();
     let file = File::options().read(true).write(true).open(path).unwrap();
     let at = map(&file, libc::PROT_READ | libc::PROT_WRITE);
     if order == "examine" {
@@ -56,10 +61,37 @@ fn stand_in() {
         println!("\nsays {:?}", examine(pid, &mapping_at(at), &[pid]).unwrap());
         return;
     }
-    // A process with only a mapping and no descriptor counts as well.
-    drop(file);
-    println!("\nsays mapped");
+    if order == "open" {
+        // SAFETY: the whole mapping of before, which nothing uses.
+        let unmapped = unsafe { libc::munmap(at as *mut libc::c_void, BYTES as usize) };
+        assert_eq!(unmapped, 0);
+    } else {
+        // A process with only a mapping and no descriptor counts as well.
+        drop(file);
+    }
+    if order == "map without its main thread" {
+        end_main_thread();
+    }
+    println!("\nsays {order}");
     std::thread::sleep(std::time::Duration::from_secs(1000));
+}
+
+/// Ends the main thread of this process, whose other threads go on.
+fn end_main_thread() {
+    extern "C" fn end(_signal: libc::c_int) {
+        // SAFETY: it ends this thread, and nothing waits for what this thread has.
+        unsafe { libc::syscall(libc::SYS_exit, 0) };
+    }
+    let pid = std::process::id() as libc::pid_t;
+    // SAFETY: the handler makes one system call.
+    unsafe {
+        libc::signal(libc::SIGUSR1, end as *const () as libc::sighandler_t);
+        libc::syscall(libc::SYS_tgkill, pid, pid, libc::SIGUSR1);
+    }
+    let stat = || std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+    while crate::proc_stat::state(&stat()) != Some('Z') {
+        std::thread::yield_now();
+    }
 }
 
 /// Another process, which is killed on drop.
@@ -113,6 +145,32 @@ fn examine_finds_another_process_that_has_the_file_mapped() {
     assert_eq!(examine(own, &mapping, &[own]).unwrap(), Sharing::Alone);
 }
 
+/// `/proc/PID/maps` of such a process is empty.
+#[test]
+fn examine_finds_a_process_whose_main_thread_has_ended() {
+    let (path, file) = file();
+    let own = std::process::id();
+    let mapping = mapping_at(map(&file, libc::PROT_READ | libc::PROT_WRITE));
+    let other = Other::start(&[], "map without its main thread", &path);
+    let maps = std::fs::read_to_string(format!("/proc/{}/maps", other.child.id())).unwrap();
+    assert_eq!(maps, "");
+    let seen = examine(own, &mapping, &[own]).unwrap();
+    assert!(matches!(&seen, Sharing::Mapped(mapper) if mapper.pid == other.child.id()), "{seen:?}");
+}
+
+/// It may map the file at any time, also just after it was examined.
+#[test]
+fn examine_does_not_trust_a_process_that_has_the_file_only_open() {
+    let (path, file) = file();
+    let own = std::process::id();
+    let mapping = mapping_at(map(&file, libc::PROT_READ | libc::PROT_WRITE));
+    let other = Other::start(&[], "open", &path);
+    let seen = examine(own, &mapping, &[own]).unwrap();
+    assert!(matches!(&seen, Sharing::Unknown(why) if why.contains("has it open")), "{seen:?}");
+    drop(other);
+    assert_eq!(examine(own, &mapping, &[own]).unwrap(), Sharing::Alone);
+}
+
 /// Between `fork` and `exec` the child has this process's mappings.
 #[test]
 fn examine_waits_for_a_copy_that_is_about_to_start_a_program() {
@@ -146,7 +204,7 @@ fn examine_in_a_pid_namespace_does_not_trust_invisible_processes() {
     let alone = Other::start(&unshare, "examine", &path);
     assert_eq!(alone.says, "Alone");
     let mapped = Other::start(&[], "map", &path);
-    assert_eq!(mapped.says, "mapped");
+    assert_eq!(mapped.says, "map");
     let unseen = Other::start(&unshare, "examine", &path);
     let says = &unseen.says;
     assert!(says.starts_with("Unknown") && says.contains("namespace"), "{says}");
@@ -157,11 +215,17 @@ fn lease_is_granted_for_the_only_open_file_description() {
     let (path, file) = file();
     let copy = file.try_clone().unwrap();
     map(&copy, libc::PROT_READ | libc::PROT_WRITE);
-    assert!(lease::is_granted_on(&file), "a copy and a mapping are of the same description");
+    let granted = lease::ask_on(&file);
+    assert_eq!(granted, Lease::Granted, "a copy and a mapping are of the same description");
     let other = File::open(&path).unwrap();
     map(&other, libc::PROT_READ);
     drop(other);
-    assert!(!lease::is_granted_on(&file), "a mapping keeps its description");
+    assert_eq!(lease::ask_on(&file), Lease::Refused, "a mapping keeps its description");
+    let memfd = rustix::fs::memfd_create("memory", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let memfd = File::from(memfd);
+    memfd.set_len(BYTES).unwrap();
+    let mapping = mapping_at(map(&memfd, libc::PROT_READ | libc::PROT_WRITE));
+    assert_eq!(lease::ask(std::process::id(), &mapping), Lease::Unknown, "{mapping:?}");
 }
 
 #[test]
