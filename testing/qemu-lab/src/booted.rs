@@ -2,16 +2,16 @@
 //! state that was saved at that point loads in half a second.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::sync::OnceLock;
 
 use parking_lot::Mutex;
+use serde_json::json;
 
 use crate::machine::kernel;
-use crate::{Backend, Machine, Qemu, World, bare_metal, initramfs, packages};
+use crate::{Backend, Machine, Monitor, Qemu, World, bare_metal, initramfs, packages};
 
 /// A booting guest needs a whole CPU: several at once would not be up in time.
 static BOOTING: Mutex<()> = Mutex::new(());
@@ -109,21 +109,9 @@ fn works(qemu: &mut Qemu) {
 
 /// Continues a guest that was saved while it was stopped, once it is loaded.
 fn run_on(qemu: &mut Qemu) {
-    let stream = UnixStream::connect(&qemu.qmp).expect("QMP listens");
-    let mut answers = BufReader::new(stream.try_clone().expect("a descriptor can be duplicated"));
-    let mut execute = |command: &str| {
-        let order = format!("{{\"execute\":\"{command}\"}}\n");
-        (&stream).write_all(order.as_bytes()).expect("QMP takes orders");
-        loop {
-            let mut line = String::new();
-            let read = answers.read_line(&mut line).expect("QMP answers");
-            assert!(read > 0 && !line.contains("\"error\""), "{command}: {line}");
-            if line.contains("\"return\"") {
-                return line;
-            }
-        }
-    };
-    execute("qmp_capabilities");
-    qemu.wait_until("has loaded its state", |_| execute("query-status").contains("\"paused\""));
-    execute("cont");
+    let mut monitor = Monitor::connect(&qemu.qmp);
+    qemu.wait_until("has loaded its state", |_| {
+        monitor.execute("query-status", json!({}))["status"] == "paused"
+    });
+    monitor.execute("cont", json!({}));
 }

@@ -7,10 +7,12 @@ mod booted;
 mod huge;
 mod initramfs;
 mod machine;
+mod monitor;
 mod slow_disk;
 
 pub use huge::{HugePages, Mounted};
 pub use machine::{Backend, Fixture, Guest, Machine};
+pub use monitor::Monitor;
 pub use slow_disk::SlowDisk;
 
 use std::collections::BTreeMap;
@@ -23,6 +25,9 @@ use tempfile::TempDir;
 
 /// How long any step in a guest may take.
 const PATIENCE: Duration = Duration::from_secs(120);
+
+/// How often a state is looked at whose change causes no wake-up.
+const LOOK_PERIOD: Duration = Duration::from_millis(10);
 
 /// A QEMU version under test.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -223,7 +228,7 @@ impl Qemu {
             let console = || last_lines(&self.console, 5);
             assert!(Instant::now() < deadline, "never {what}: {} {}", log(), console());
             // Files and sockets cause no wake-up.
-            std::thread::sleep(Duration::from_millis(10));
+            std::thread::sleep(LOOK_PERIOD);
         }
     }
 

@@ -48,6 +48,8 @@ pub struct Machine {
 pub enum Guest {
     /// Linux, emulated (TCG): for tests that need drivers.
     Linux,
+    /// The same, with one thread for all its vCPUs.
+    LinuxOfOneThread,
     /// The bare-metal guest of `crates/microvm/guest/`, with KVM. It boots in a fraction of the
     /// time, and writes and checks memory at the speed of the CPU.
     BareMetal,
@@ -212,8 +214,9 @@ impl Machine {
         add(&[&"-m", &format!("{kib}K"), &"-smp", &self.vcpus.to_string()]);
         add(&[&"-serial", &format!("file:{}", console(world, name).display())]);
         match self.guest {
-            Guest::Linux => {
-                add(&[&"-accel", &"tcg"]);
+            Guest::Linux | Guest::LinuxOfOneThread => {
+                let one = self.guest == Guest::LinuxOfOneThread;
+                add(&[&"-accel", &if one { "tcg,thread=single" } else { "tcg" }]);
                 add(&[&"-kernel", &kernel(), &"-initrd", &initramfs::path(crate::packages())]);
                 // On a busy machine the kernel's check of its timer fails.
                 let quiet = "console=ttyS0 quiet panic=-1 no_timer_check";

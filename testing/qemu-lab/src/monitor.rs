@@ -1,0 +1,57 @@
+//! A QMP client without vmferry, for QEMUs that are moved or prepared without it.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Instant;
+
+use serde_json::{Value, json};
+
+use crate::{LOOK_PERIOD, PATIENCE};
+
+/// A connection to the monitor of a QEMU.
+pub struct Monitor {
+    orders: UnixStream,
+    answers: BufReader<UnixStream>,
+}
+
+impl Monitor {
+    /// Connects to a QMP socket that listens.
+    #[must_use]
+    pub fn connect(qmp: &Path) -> Self {
+        let orders = UnixStream::connect(qmp).expect("QMP listens");
+        let answers = orders.try_clone().expect("a descriptor can be duplicated");
+        let mut monitor = Self { orders, answers: BufReader::new(answers) };
+        monitor.execute("qmp_capabilities", json!({}));
+        monitor
+    }
+
+    /// Executes a command and returns its result. Events are dropped.
+    pub fn execute(&mut self, command: &str, arguments: Value) -> Value {
+        let order = json!({ "execute": command, "arguments": arguments });
+        writeln!(self.orders, "{order}").expect("QMP takes orders");
+        loop {
+            let mut line = String::new();
+            self.answers.read_line(&mut line).expect("QMP answers");
+            let mut answer: Value = serde_json::from_str(&line).expect("QMP answers");
+            assert!(answer.get("error").is_none(), "{command}: {answer}");
+            if answer.get("return").is_some() {
+                return answer["return"].take();
+            }
+        }
+    }
+
+    /// Repeats a query until its result is wanted, and returns that.
+    pub fn wait_for(&mut self, query: &str, wanted: impl Fn(&Value) -> bool) -> Value {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let result = self.execute(query, json!({}));
+            if wanted(&result) {
+                return result;
+            }
+            assert!(Instant::now() < deadline, "{query}: {result}");
+            // A result that changes causes no wake-up.
+            std::thread::sleep(LOOK_PERIOD);
+        }
+    }
+}
