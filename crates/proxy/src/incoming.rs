@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
+use vmferry_libvirt_rpc::REFUSED;
 use vmferry_transport::{Listener, PeerIdentity, Pending};
 use vmferry_wire::{Hello, HelloReply, HelloStatus, Role};
 
@@ -101,6 +102,14 @@ fn greet(
     });
     let (hello, opening) = match read {
         Ok((hello, Some(opening))) => (hello, opening),
+        Ok((hello, None)) if hello.role == Role::Probe => {
+            drop(place);
+            let probes = &shared.probes;
+            if let Err(error) = probes.answer(shared, &hello, &mut reader, &mut writer, &peer) {
+                refused(peer.to_string(), "ask about this host", vmferry::chain(&error));
+            }
+            return None;
+        }
         Ok((hello, None)) => {
             let role = u8::from(hello.role);
             refused(peer.to_string(), "connect", format!("this daemon does not serve role {role}"));
@@ -174,7 +183,7 @@ fn find_or_begin(
     opening: &Opening,
 ) -> Result<Arc<Entry>, String> {
     if let Some(policy) = &shared.config().policy {
-        policy.check_source(peer)?;
+        policy.check_source(peer).map_err(|reason| format!("{REFUSED}{reason}"))?;
     }
     if let Some(entry) = shared.stream(&hello.token) {
         let same = entry.opener.as_ref().is_some_and(|opener| opener.is_same_as(peer));

@@ -27,6 +27,7 @@ use crate::keeper::Keeper;
 use crate::libvirt::{DoubtStatus, MigrationStatus, Migrations};
 use crate::packers::Packers;
 use crate::packing::{Pacer, Packer};
+use crate::probes::{HostReport, Probes};
 use crate::refusals::Refusals;
 use crate::stream::{LocalReader, LocalWriter, Output, Stream, StreamFailure, Tap, Waker};
 
@@ -66,6 +67,8 @@ pub(crate) struct Shared {
     pub keeper: Option<Keeper>,
     /// Guests on their way.
     pub migrations: Migrations,
+    /// What probes of other hosts are answered with.
+    pub probes: Probes,
 }
 
 /// This process's own access to this host, which follows the configuration.
@@ -170,6 +173,12 @@ impl Proxy {
             own.adopt();
         }
         Ok(())
+    }
+
+    /// Reports this host to hosts that may send guests here, and ask. Until then, and without a
+    /// report, they learn only whether they may.
+    pub fn report(&self, report: Arc<dyn HostReport>) {
+        self.shared.probes.set_report(report);
     }
 
     /// All streams, in the order in which they began.

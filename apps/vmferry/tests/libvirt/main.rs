@@ -1,5 +1,6 @@
-//! `vmferry send --libvirt` between hosts with real libvirt daemons.
+//! `vmferry send --libvirt` and `vmferry doctor --libvirt` between hosts with real libvirt daemons.
 
+mod doctor;
 #[allow(dead_code, reason = "the daemon's tests use the rest")]
 #[path = "../daemon/support.rs"]
 mod hosts;

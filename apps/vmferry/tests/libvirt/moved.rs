@@ -5,10 +5,34 @@ use vmferry_libvirt_lab::{Domain, ImageFormat, LibvirtVersion};
 
 use crate::hosts::{Hosts, linux};
 use crate::processes::Ended;
-use crate::sending::{quick, send};
+use crate::sending::{create_quick, quick, send, start_sending};
 
 fn has(ended: &Ended, event: &str) -> bool {
     ended.lines.iter().any(|line| line["event"] == event)
+}
+
+/// The statistics are those that the daemon has logged for the streams of memory.
+fn must_have_statistics_of_links(hosts: &Hosts, stats: &Value) {
+    let memory = |event: &Value| {
+        let target = event["stream"]["target"].as_str().unwrap_or_default();
+        event["event"] == "ended" && target.ends_with(".mig")
+    };
+    hosts.a.daemon().wait_for("ends a stream of memory", memory);
+    let events = hosts.a.daemon().events();
+    let sum = |name: &str| -> u64 {
+        events.iter().filter(|event| memory(event)).filter_map(|event| event[name].as_u64()).sum()
+    };
+    let links = &stats["libvirt"]["links"]["memory"];
+    assert_eq!((links["read_bytes"].as_u64(), sum("read") > 0), (Some(sum("read")), true));
+    assert_eq!(
+        (links["sent_bytes"].as_u64(), &stats["sent_bytes"]),
+        (Some(sum("sent")), &links["sent_bytes"])
+    );
+    let ratio = sum("read") as f64 / sum("sent") as f64;
+    assert!((stats["compression_ratio"].as_f64().unwrap() - ratio).abs() < 1e-6, "{stats}");
+    assert_eq!((&stats["channels"], &stats["compression"]), (&links["streams"], &"auto".into()));
+    assert_eq!(stats["reconnections"], 0, "{stats}");
+    assert!(stats["transport"].as_str().unwrap().starts_with("tls 127.0.0.1:"), "{stats}");
 }
 
 fn guest_moves(version: LibvirtVersion) {
@@ -32,6 +56,7 @@ fn guest_moves(version: LibvirtVersion) {
     for member in ["total_ms", "downtime_ms", "sent_bytes"] {
         assert!(stats[member].as_f64() > Some(0.0), "{member}: {stats}");
     }
+    must_have_statistics_of_links(&hosts, stats);
     // The transient guest's completed job is known from an event.
     assert_eq!(stats["libvirt"]["complete"], true, "{stats}");
     assert_eq!(stats["libvirt"]["uuid"], web.uuid.to_string());
@@ -92,4 +117,42 @@ fn memory_has_several_streams_and_follows_the_guest_in_post_copy() {
     hosts.a.libvirt.check_guest("late");
     send(&hosts, "late", "host-b", &["--postcopy", "--max-bandwidth", "1G"]).exited(0);
     hosts.b.libvirt.check_guest("late");
+}
+
+#[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn lost_link_is_in_the_statistics() {
+    let hosts = Hosts::start(LibvirtVersion::V11_3);
+    create_quick(&hosts, "web");
+    let cap = ["--max-bandwidth", "20MiB/s", "--downtime-limit", "2s"];
+    let mut sending = start_sending(&hosts, "web", "host-b", &cap);
+    sending.event("round-started");
+    hosts.b.cable.cut();
+    let memory = |event: &Value| {
+        event["stream"]["target"].as_str().is_some_and(|target| target.ends_with(".mig"))
+    };
+    let broken = |event: &Value| event["event"] == "link-broken" && memory(event);
+    hosts.a.daemon().wait_for("loses the link of memory", broken);
+    hosts.b.cable.mend();
+    let ended = sending.finish().exited(0);
+    let stats = ended.last();
+    assert!(stats["reconnections"].as_u64() > Some(0), "{stats}");
+    assert!(stats["link_down_ms"].as_f64() > Some(0.0), "{stats}");
+    hosts.b.libvirt.check_guest("web");
+}
+
+/// Why `--pause-before-switchover` is refused: no downtime limit keeps QEMU from its switchover
+/// once there is nothing to send.
+#[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn lowest_downtime_limit_does_not_hold_an_idle_guest() {
+    for version in [LibvirtVersion::V9_0, LibvirtVersion::V11_3] {
+        let hosts = Hosts::start(version);
+        vmferry_kit::need_kvm();
+        hosts.a.libvirt.create(&Domain::on_kvm("idle", "hot=8,rate=1"));
+        hosts.a.libvirt.check_guest("idle");
+        let lowest = ["--max-bandwidth", "1MiB/s", "--downtime-limit", "1ms"];
+        send(&hosts, "idle", "host-b", &lowest).exited(0);
+        hosts.b.libvirt.wait_for_state("idle", Some("running"));
+    }
 }

@@ -29,16 +29,41 @@ fn wrong_guests_peers_and_options_are_refused() {
     hosts.a.libvirt.check_guest("web");
 }
 
+/// Writes the rule of both hosts' policy.
+fn allow(hosts: &Hosts, source: &str, guests: &str) {
+    let source = format!("spiffe://vmferry/host/{source}");
+    let policy = format!("[[allow]]\nsource = \"{source}\"\nguests = [\"{guests}\"]\n");
+    std::fs::write(hosts.directory.path().join("policy.toml"), policy).unwrap();
+}
+
 #[test]
 #[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn policy_of_the_destination_is_obeyed() {
     let hosts = Hosts::start(LibvirtVersion::V11_3);
-    let policy = "[[allow]]\nsource = \"spiffe://vmferry/host/host-a\"\nguests = [\"db-*\"]\n";
-    std::fs::write(hosts.directory.path().join("policy.toml"), policy).unwrap();
     create_quick(&hosts, "web");
+    allow(&hosts, "host-a", "db-*");
     let refused = send(&hosts, "web", "host-b", &[]);
     refused.failed(4, "the policy allows it other guests only");
     refused.failed(4, "The guest runs on this host");
+    // libvirt sees only that its connection ends, and the daemon knows why.
+    allow(&hosts, "host-c", "*");
+    let refused = send(&hosts, "web", "host-b", &[]);
+    refused.failed(4, "may not send guests here");
+    refused.failed(4, "The guest runs on this host");
+    hosts.a.libvirt.check_guest("web");
+}
+
+/// libvirt says only `End of file while reading data`.
+#[test]
+fn unreachable_peer_is_named_with_the_reason() {
+    let mut hosts = Hosts::with(LibvirtVersion::V11_3, "reconnect_timeout = \"1s\"");
+    create_quick(&hosts, "web");
+    hosts.b.daemon = None;
+    let unreachable = send(&hosts, "web", "host-b", &[]);
+    let address = hosts.b.cable.address;
+    unreachable
+        .failed(3, &format!("the daemon of host-b at {address} can't be reached: no link to"));
+    unreachable.failed(3, "The guest runs on this host");
     hosts.a.libvirt.check_guest("web");
 }
 

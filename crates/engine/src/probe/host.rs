@@ -1,7 +1,7 @@
 //! Facts about a host that matter to a guest that moves there.
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -30,6 +30,24 @@ pub struct HostFacts {
     pub memory_available: Option<u64>,
     /// Reserved huge pages, by size.
     pub huge_pages: Vec<HugePages>,
+    /// Its libvirt, if guests of libvirt can be sent there.
+    pub libvirt: Option<LibvirtFacts>,
+}
+
+/// The libvirt of a host, as its daemon reports it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct LibvirtFacts {
+    /// The release of libvirt.
+    pub libvirt: Option<String>,
+    /// The release of the QEMU that it uses by default.
+    pub qemu: Option<String>,
+    /// Why it does not answer, if it does not.
+    pub problem: Option<String>,
+    /// The user that QEMU runs as, by the daemon's configuration.
+    pub qemu_user: Option<u32>,
+    /// The directory of the migrations' sockets.
+    pub directory: Option<PathBuf>,
 }
 
 /// Huge pages of one size.

@@ -14,9 +14,10 @@ use std::time::Duration;
 
 use vmferry_wire::{CONTROL_HEADER_BYTES, ProbeHeader, ProbeMessage};
 
-pub(crate) use answer::{Gate, answer};
+#[doc(hidden)]
+pub use answer::{Gate, answer};
 pub use ask::{LinkFigures, ProbeError, Probed, probe};
-pub use host::{HostFacts, HugePages};
+pub use host::{HostFacts, HugePages, LibvirtFacts};
 
 use crate::error::MigrateError;
 

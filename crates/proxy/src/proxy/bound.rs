@@ -20,6 +20,7 @@ use crate::incoming;
 use crate::keeper::Keeper;
 use crate::libvirt::{self, Migrations};
 use crate::packers::Packers;
+use crate::probes::Probes;
 
 /// A proxy that listens for peers and accepts nothing yet. No thread was started, so the process
 /// can restrict itself now.
@@ -86,6 +87,7 @@ impl BoundProxy {
             limiters: Mutex::new(HashMap::new()),
             ending: AtomicBool::new(false),
             migrations: Migrations::default(),
+            probes: Probes::default(),
         });
         let config = shared.config();
         let mut entrances = Entrances::default();

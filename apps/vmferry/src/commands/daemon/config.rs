@@ -105,6 +105,32 @@ impl Configuration {
         &self.directory
     }
 
+    /// The certificates, if links have TLS.
+    pub fn tls(&self) -> Option<TlsFiles> {
+        self.tls.as_deref().map(TlsFiles::in_directory)
+    }
+
+    /// The policy.
+    pub fn policy(&self) -> Option<&Path> {
+        self.policy.as_deref()
+    }
+
+    /// How streams are packed.
+    pub fn compression(&self) -> &str {
+        self.compress.as_deref().unwrap_or("auto")
+    }
+
+    /// Whether links have no TLS.
+    pub fn is_plain(&self) -> bool {
+        self.plain
+    }
+
+    /// Where the daemon of a peer listens.
+    pub fn address_of(&self, peer: &str) -> Option<&str> {
+        let named = self.peers.iter().find(|one| one.name == peer);
+        named.map(|one| one.address.as_str())
+    }
+
     /// What has changed that a running daemon can't change.
     pub fn needs_restart(&self, other: &Self) -> Option<&'static str> {
         let same = |name, same: bool| (!same).then_some(name);

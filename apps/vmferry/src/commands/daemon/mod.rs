@@ -4,7 +4,9 @@
 pub mod config;
 pub mod domains;
 pub mod keeper;
+mod report;
 mod served;
+pub mod streams;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,7 +23,12 @@ use crate::args::DaemonOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 use config::Configuration;
+use report::DaemonHost;
 use served::Guests;
+use streams::Streams;
+
+/// The libvirt that receives guests, as its clients on this host name it.
+const LIBVIRT: &str = "qemu:///system";
 
 /// How often the configuration file is checked for changes.
 const CHECK_PERIOD: Duration = Duration::from_secs(1);
@@ -48,9 +55,11 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
     let keeper = keeper::KeeperAt::new(keeper_socket(&directories));
     proxy.keeper = Some(Arc::new(keeper));
     let guests = Arc::new(Guests::new(directories));
-    let (told, of_observer) = (output.clone(), Arc::clone(&guests));
+    let streams = Arc::new(Streams::default());
+    let (told, of_guests, of_streams) = (output.clone(), Arc::clone(&guests), Arc::clone(&streams));
     let observer = move |event: ProxyEvent| {
-        of_observer.hear(&event);
+        of_guests.hear(&event);
+        of_streams.hear(&event);
         told.event(&event, || event.to_string());
     };
     let proxy = Proxy::start(proxy, Box::new(observer)).map_err(|error| {
@@ -62,6 +71,9 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
     })?;
     let proxy = Arc::new(proxy);
     guests.serve(&proxy);
+    proxy.report(Arc::new(DaemonHost::new(LIBVIRT)));
+    let served = streams.serve(current.directory(), &proxy);
+    let _server = served.map_err(|error| Failure::of(Code::Busy, error))?;
     let (end, ended) = channel();
     crate::signals::on_end(move || {
         let _ = end.send(());

@@ -5,6 +5,7 @@ use std::path::Path;
 use std::time::{Duration, SystemTime};
 
 use vmferry::chain;
+use vmferry_control::TlsFiles;
 use vmferry_transport::{
     certificates_of, names_of, next_update_of, revocation_lists_of, validity_of,
 };
@@ -23,7 +24,14 @@ const SOON_FOR_LISTS: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// Checks the files that the options name, if any.
 pub fn look(options: &TlsOptions, findings: &mut Findings) -> Result<(), Failure> {
-    let Some(tls) = tls_files(options)? else { return Ok(()) };
+    if let Some(tls) = tls_files(options)? {
+        look_at(&tls, options.clock_skew, findings);
+    }
+    Ok(())
+}
+
+/// Checks these files. `skew` is the tolerated difference between clocks.
+pub fn look_at(tls: &TlsFiles, skew: Duration, findings: &mut Findings) {
     if let Err(error) = tls.identity() {
         findings.bad(
             "certificates",
@@ -32,7 +40,7 @@ pub fn look(options: &TlsOptions, findings: &mut Findings) -> Result<(), Failure
             chain(&error),
             "make them with `vmferry pki`, or correct the named file",
         );
-        return Ok(());
+        return;
     }
     for (what, path) in [("certificate", &tls.certificate), ("authority", &tls.ca)] {
         let read = std::fs::read(path).map_err(|error| error.to_string());
@@ -54,9 +62,8 @@ pub fn look(options: &TlsOptions, findings: &mut Findings) -> Result<(), Failure
     }
     let lists = tls.revocations.iter().chain(&tls.revocations_if_present);
     for path in lists.filter(|path| path.exists()) {
-        look_at_revocations(path, options.clock_skew, findings);
+        look_at_revocations(path, skew, findings);
     }
-    Ok(())
 }
 
 /// Checks the dates of the revocation lists in a file, which is known to be readable.

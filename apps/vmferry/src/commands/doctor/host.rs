@@ -32,6 +32,16 @@ pub fn look(host: &HostFacts, findings: &mut Findings) {
     }
 }
 
+/// Checks what matters to `vmferry daemon` and to the guests of libvirt.
+pub fn look_for_libvirt(host: &HostFacts, findings: &mut Findings) {
+    look_at_kvm(findings);
+    journals::look(findings);
+    look_at_memory(host, findings);
+    if let Some(control) = &host.congestion_control {
+        findings.ok("congestion-control", HERE, format!("new TCP connections use {control}"));
+    }
+}
+
 fn look_at_kvm(findings: &mut Findings) {
     match vmferry_microvm::kvm::KvmBackend::available() {
         Ok(()) => findings.ok("kvm", "/dev/kvm", "is usable"),

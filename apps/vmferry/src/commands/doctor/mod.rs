@@ -3,6 +3,7 @@
 mod certificates;
 mod guest;
 mod host;
+mod libvirt;
 mod peer;
 
 use std::fmt;
@@ -102,22 +103,9 @@ impl Findings {
 pub fn run(options: &DoctorOptions, output: &Output) -> Result<Option<Code>, Failure> {
     let mut findings = Findings::default();
     let host = this_host();
-    host::look(&host, &mut findings);
-    if let Some(memory) = options.memory {
-        host::look_for_room(&host, "this host", memory, options.memory_kind, &mut findings);
-    }
-    certificates::look(&options.tls, &mut findings)?;
-    if let Some(policy) = &options.policy {
-        host::look_at_policy(policy, &mut findings);
-    }
-    let guest = match (&options.guest, &options.qemu) {
-        (Some(guest), _) => guest::own(guest, &mut findings)?,
-        (None, Some(qmp)) => guest::of_qemu(qmp, &mut findings),
-        (None, None) => None,
-    };
-    let other = match &options.to {
-        Some(to) => peer::look(to, options, &host, guest.as_ref(), output, &mut findings)?,
-        None => Value::Null,
+    let other = match &options.libvirt {
+        Some(guest) => libvirt::look(guest, options, &host, output, &mut findings)?,
+        None => look(options, &host, output, &mut findings)?,
     };
     let worst = findings.worst();
     let result = json!({
@@ -130,6 +118,32 @@ pub fn run(options: &DoctorOptions, output: &Output) -> Result<Option<Code>, Fai
         Level::Warning => Some(Code::Warnings),
         Level::Error => Some(Code::Errors),
     })
+}
+
+/// Checks for a guest of the built-in VMM or of a QEMU, or for none.
+fn look(
+    options: &DoctorOptions,
+    host: &HostFacts,
+    output: &Output,
+    findings: &mut Findings,
+) -> Result<Value, Failure> {
+    host::look(host, findings);
+    if let Some(memory) = options.memory {
+        host::look_for_room(host, "this host", memory, options.memory_kind, findings);
+    }
+    certificates::look(&options.tls, findings)?;
+    if let Some(policy) = &options.policy {
+        host::look_at_policy(policy, findings);
+    }
+    let guest = match (&options.guest, &options.qemu) {
+        (Some(guest), _) => guest::own(guest, findings)?,
+        (None, Some(qmp)) => guest::of_qemu(qmp, findings),
+        (None, None) => None,
+    };
+    match &options.to {
+        Some(to) => peer::look(to, options, host, guest.as_ref(), output, findings),
+        None => Ok(Value::Null),
+    }
 }
 
 /// The facts about this host that it reports to peers.

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use vmferry::chain;
 use vmferry::probe::{HostFacts, LOAD_TIME, LinkFigures, ProbeError, Probed, probe};
 use vmferry_memory::MemoryKind;
+use vmferry_transport::Dialer;
 
 use super::guest::Guest;
 use super::host::{look_for_any_room, look_for_room};
@@ -22,7 +23,8 @@ const SAME_CLOCK_MS: f64 = 1000.0;
 /// How many missing CPU features are listed by name.
 const NAMED_FLAGS: usize = 12;
 
-/// Probes the host at `to`. Returns its facts and the measurements of the link.
+/// Probes the host at `to` through its receiver. Returns its facts and the measurements of the
+/// link.
 pub fn look(
     to: &str,
     options: &DoctorOptions,
@@ -45,40 +47,103 @@ pub fn look(
             return Ok(Value::Null);
         }
     };
-    let load = if options.no_load { Duration::ZERO } else { LOAD_TIME };
-    let identity = guest.map(|guest| &guest.identity);
-    let mut watch = |time: Duration, bytes: u64| {
-        if output.is_terminal() {
-            let rate = ByteSize((bytes as f64 / time.as_secs_f64().max(1e-3)) as u64);
-            eprint!("\rmeasuring the link to {to}: {:.1} s, {rate}/s   ", time.as_secs_f64());
-        }
-    };
-    let asked = probe(&dialer, identity, load, &mut watch);
-    if output.is_terminal() && load > Duration::ZERO {
-        eprintln!();
-    }
-    let probed = match asked {
-        Ok(probed) => probed,
-        Err(error) => {
-            could_not_ask(&to, &error, findings);
-            return Ok(Value::Null);
-        }
-    };
-    let name = probed.peer.names.first().cloned().unwrap_or_else(|| to.clone());
-    look_at_admission(&name, &probed, guest, findings);
-    look_at_host(&name, &probed.host, host, guest, findings);
-    if let Some(link) = &probed.link {
-        look_at_clock(&name, link, options.tls.clock_skew, findings);
-        look_at_link(&to, link, !options.no_load, guest, findings);
-    }
-    let rate = probed.link.filter(|_| !options.no_load).map(|link| link.bytes_per_s());
-    Ok(json!({
-        "name": name, "refusal": probed.refusal, "host": probed.host, "link": probed.link,
-        "bytes_per_s": rate,
-    }))
+    let asking = Asking { to: &to, dialer: &dialer, program: Program::Receiver, options };
+    let probed = asking.ask(host, guest, output, findings);
+    Ok(probed.map_or(Value::Null, |probed| facts(&probed, asking.name(&probed), options)))
 }
 
-fn could_not_ask(to: &str, error: &ProbeError, findings: &mut Findings) {
+/// What answers at the other host.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Program {
+    /// `vmferry receive`.
+    Receiver,
+    /// `vmferry daemon`.
+    Daemon,
+}
+
+impl Program {
+    fn command(self) -> &'static str {
+        match self {
+            Self::Receiver => "`vmferry receive`",
+            Self::Daemon => "`vmferry daemon`",
+        }
+    }
+
+    fn policy(self) -> &'static str {
+        match self {
+            Self::Receiver => "`receive --policy`",
+            Self::Daemon => "`policy` of its daemon's configuration",
+        }
+    }
+}
+
+/// A host to probe.
+pub struct Asking<'a> {
+    /// Its address, for people.
+    pub to: &'a str,
+    /// How to reach it.
+    pub dialer: &'a Dialer,
+    /// What answers there.
+    pub program: Program,
+    /// The options of the command.
+    pub options: &'a DoctorOptions,
+}
+
+impl Asking<'_> {
+    /// Probes the host and checks what it says. `None` if it can't be asked.
+    pub fn ask(
+        &self,
+        host: &HostFacts,
+        guest: Option<&Guest>,
+        output: &Output,
+        findings: &mut Findings,
+    ) -> Option<Probed> {
+        let Self { to, dialer, program, options } = *self;
+        let load = if options.no_load { Duration::ZERO } else { LOAD_TIME };
+        let identity = guest.map(|guest| &guest.identity);
+        let mut watch = |time: Duration, bytes: u64| {
+            if output.is_terminal() {
+                let rate = ByteSize((bytes as f64 / time.as_secs_f64().max(1e-3)) as u64);
+                eprint!("\rmeasuring the link to {to}: {:.1} s, {rate}/s   ", time.as_secs_f64());
+            }
+        };
+        let asked = probe(dialer, identity, load, &mut watch);
+        if output.is_terminal() && load > Duration::ZERO {
+            eprintln!();
+        }
+        let probed = match asked {
+            Ok(probed) => probed,
+            Err(error) => {
+                could_not_ask(to, program, &error, findings);
+                return None;
+            }
+        };
+        let name = self.name(&probed);
+        look_at_admission(name, program, &probed, guest, findings);
+        look_at_host(name, &probed.host, host, guest, findings);
+        if let Some(link) = &probed.link {
+            look_at_clock(name, link, options.tls.clock_skew, findings);
+            look_at_link(to, link, !options.no_load, guest, findings);
+        }
+        Some(probed)
+    }
+
+    /// The name in its certificate, or else its address.
+    pub fn name<'b>(&'b self, probed: &'b Probed) -> &'b str {
+        probed.peer.names.first().map_or(self.to, String::as_str)
+    }
+}
+
+/// What a host said, and the measurements.
+pub fn facts(probed: &Probed, name: &str, options: &DoctorOptions) -> Value {
+    let rate = probed.link.filter(|_| !options.no_load).map(|link| link.bytes_per_s());
+    json!({
+        "name": name, "refusal": probed.refusal, "host": probed.host, "link": probed.link,
+        "bytes_per_s": rate,
+    })
+}
+
+fn could_not_ask(to: &str, program: Program, error: &ProbeError, findings: &mut Findings) {
     match error {
         ProbeError::Older => findings.bad(
             "other-host",
@@ -96,13 +161,22 @@ fn could_not_ask(to: &str, error: &ProbeError, findings: &mut Findings) {
             Level::Error,
             to,
             chain(cause),
-            "start `vmferry receive` there, and check names, certificates and firewalls: the \
-             operations guide explains each message",
+            format!(
+                "start {} there, and check names, certificates and firewalls: the operations guide \
+                 explains each message",
+                program.command()
+            ),
         ),
     }
 }
 
-fn look_at_admission(name: &str, probed: &Probed, guest: Option<&Guest>, findings: &mut Findings) {
+fn look_at_admission(
+    name: &str,
+    program: Program,
+    probed: &Probed,
+    guest: Option<&Guest>,
+    findings: &mut Findings,
+) {
     let what = guest
         .map_or_else(|| "this host".into(), |guest| format!("{} from this host", guest.identity));
     match &probed.refusal {
@@ -112,7 +186,10 @@ fn look_at_admission(name: &str, probed: &Probed, guest: Option<&Guest>, finding
             Level::Error,
             name,
             format!("its policy does not admit {what}: {refusal}"),
-            "add a rule to the policy there (`receive --policy`), which takes effect at once",
+            format!(
+                "add a rule to the policy there ({}), which takes effect at once",
+                program.policy()
+            ),
         ),
     }
 }

@@ -5,8 +5,10 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
+use super::carried::{Carried, DaemonStreams};
+use super::failure::AbortReason;
 use super::job::JobStats;
-use super::outcome::{AbortReason, Origin, is_final};
+use super::outcome::{Origin, is_final};
 use super::service::{Input, LibvirtService, POSTCOPY, set_downtime_limit};
 use super::virsh::{Running, VirshError};
 use super::watch::Watch;
@@ -34,9 +36,12 @@ pub struct Conductor<'a> {
     output: &'a Output,
     options: &'a MigrationOptions,
     watch: Watch,
+    streams: &'a DaemonStreams,
+    /// What the daemon said last.
+    carried: Option<Carried>,
     began: Instant,
     /// A downtime limit that libvirt has not accepted so far.
-    unset_limit_ms: Option<f64>,
+    unset_limit: Option<Duration>,
     is_suspended: bool,
     has_begun: bool,
     abort: Option<Abort>,
@@ -51,14 +56,14 @@ struct Abort {
 }
 
 impl<'a> Conductor<'a> {
-    /// For a migration that begins now. `limit_ms` is the downtime limit that the user chose.
+    /// For a migration that begins now.
     pub fn new(
         service: &'a LibvirtService,
         progress: &'a Progress<'a>,
         output: &'a Output,
         options: &'a MigrationOptions,
         watch: Watch,
-        limit_ms: Option<f64>,
+        streams: &'a DaemonStreams,
     ) -> Self {
         Self {
             service,
@@ -66,13 +71,20 @@ impl<'a> Conductor<'a> {
             output,
             options,
             watch,
+            streams,
+            carried: None,
             began: Instant::now(),
-            unset_limit_ms: limit_ms,
+            unset_limit: None,
             is_suspended: false,
             has_begun: false,
             abort: None,
             is_too_late: false,
         }
+    }
+
+    /// Tells libvirt the downtime limit that the user chose, if any, when its job has begun.
+    pub fn set_downtime_limit(&mut self, limit: Option<Duration>) {
+        self.unset_limit = limit;
     }
 
     /// Waits for the end of the migration.
@@ -83,10 +95,11 @@ impl<'a> Conductor<'a> {
             match inputs.recv_timeout(next.saturating_duration_since(Instant::now())) {
                 Ok(Input::Ended(result)) => return result,
                 Ok(Input::Cancel) => self.begin_abort(AbortReason::Cancelled),
-                Ok(Input::DowntimeLimit(ms)) => {
-                    self.watch.set_downtime_limit(ms);
-                    self.unset_limit_ms = None;
+                Ok(Input::DowntimeLimit(limit)) => {
+                    self.watch.set_downtime_limit(limit);
+                    self.unset_limit = None;
                 }
+                Ok(Input::Cap(cap)) => self.watch.set_cap(cap),
                 Err(_) => {
                     self.poll();
                     let period = if self.has_begun { POLL_PERIOD } else { FIRST_POLL_PERIOD };
@@ -105,7 +118,7 @@ impl<'a> Conductor<'a> {
     /// of the last question.
     pub fn finish(mut self, event: Option<Running>) -> (Watch, Origin, f64) {
         let total_ms = self.elapsed_ms();
-        if self.unset_limit_ms.is_some() {
+        if self.unset_limit.is_some() {
             self.output.note("the guest moved before libvirt took the downtime limit");
         }
         let of_event = event.and_then(|event| event.output_within(EVENT_PATIENCE));
@@ -118,7 +131,9 @@ impl<'a> Conductor<'a> {
             last = text.map(|text| JobStats::parse(&text)).filter(is_final);
         }
         let origin = if last.is_some() { Origin::Completed } else { Origin::LastPoll };
-        if let Some(done) = self.watch.finish(last.as_ref(), total_ms) {
+        let mut last = last.unwrap_or_else(|| self.watch.last().clone());
+        last.carried = self.streams.carried_in_all().or(self.carried);
+        if let Some(done) = self.watch.finish(Some(&last), total_ms) {
             self.progress.event(&done);
         }
         (self.watch, origin, total_ms)
@@ -133,14 +148,22 @@ impl<'a> Conductor<'a> {
         let asked = ["domjobinfo", "--domain", &service.uuid, "--rawstats"];
         // A domain that can't be asked has just moved or ended; `virsh migrate` reports it.
         let Ok(text) = service.virsh.run(&asked) else { return };
-        let stats = JobStats::parse(&text);
+        let mut stats = JobStats::parse(&text);
         self.has_begun |= stats.is_active;
         if stats.is_active
-            && let Some(ms) = self.unset_limit_ms
-            && set_downtime_limit(&service.virsh, &service.uuid, ms).is_ok()
+            && let Some(limit) = self.unset_limit
+            && set_downtime_limit(&service.virsh, &service.uuid, limit).is_ok()
         {
-            self.unset_limit_ms = None;
+            self.unset_limit = None;
         }
+        if let Some(now) = self.streams.carried() {
+            let before = self.carried.take().unwrap_or_default();
+            for event in now.events_since(&before) {
+                self.progress.event(&event);
+            }
+            self.carried = Some(now);
+        }
+        stats.carried.clone_from(&self.carried);
         let now = self.elapsed_ms();
         for event in self.watch.observe(&stats, now) {
             self.progress.event(&event);

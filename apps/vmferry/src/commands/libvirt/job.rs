@@ -5,11 +5,15 @@ use std::collections::BTreeMap;
 
 use serde_json::{Value, json};
 
+use super::carried::Carried;
+
 /// The statistics, by libvirt's names. A field that libvirt does not report is missing.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct JobStats {
     /// Whether a job runs.
     pub is_active: bool,
+    /// What the daemon has carried at that time, if it says.
+    pub carried: Option<Carried>,
     fields: BTreeMap<String, u64>,
 }
 
@@ -57,8 +61,20 @@ impl JobStats {
     }
 
     /// Bytes that QEMU has sent: memory and disks.
-    pub fn sent_bytes(&self) -> u64 {
+    pub fn qemu_bytes(&self) -> u64 {
         self.number("memory_processed") + self.number("disk_processed")
+    }
+
+    /// Bytes on the links between the hosts, or if the daemon does not say, those that QEMU has
+    /// sent.
+    pub fn sent_bytes(&self) -> u64 {
+        self.carried.as_ref().map_or_else(|| self.qemu_bytes(), Carried::sent_bytes)
+    }
+
+    /// The same for memory only.
+    pub fn sent_memory_bytes(&self) -> u64 {
+        let carried = self.carried.as_ref().map(|carried| carried.memory.sent_bytes);
+        carried.unwrap_or_else(|| self.number("memory_processed"))
     }
 
     /// Pages that QEMU has sent, with content or as a marker.
@@ -106,7 +122,8 @@ disk_processed: 4096
     fn parse_reads_a_running_job() {
         let stats = JobStats::parse(RUNNING);
         assert!(stats.is_active && stats.has_memory());
-        assert_eq!(stats.sent_bytes(), 137_274_711 + 4096);
+        assert_eq!(stats.qemu_bytes(), 137_274_711 + 4096);
+        assert_eq!(stats.sent_bytes(), stats.qemu_bytes(), "the daemon has not said more");
         assert_eq!((stats.sent_pages(), stats.pending_pages()), (82466, 12424));
         assert_eq!(stats.facts()["memory_iteration"], 3);
     }

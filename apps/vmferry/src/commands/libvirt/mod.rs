@@ -3,16 +3,24 @@
 //! `virsh migrate --p2p` runs as a child, and libvirt is asked for statistics meanwhile
 //! (docs/decisions/0078).
 
+mod carried;
 mod conduct;
 mod domain;
+mod failure;
 mod job;
 pub mod managed;
 mod options;
 mod outcome;
 mod peer;
+mod releases;
 mod service;
 mod virsh;
 mod watch;
+
+pub use self::domain::Domain;
+pub use self::job::JobStats;
+pub use self::releases::{Releases, Version};
+pub use self::virsh::Virsh;
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -20,17 +28,18 @@ use std::sync::mpsc::channel;
 use clap::CommandFactory;
 use parking_lot::Mutex;
 use serde_json::{Value, json};
+use vmferry::config::Limits;
 use vmferry_control::{Server, ServerError, Started};
 
+use self::carried::DaemonStreams;
 use self::conduct::Conductor;
-use self::domain::{Domain, Whereabouts};
-use self::job::JobStats;
+use self::domain::Whereabouts;
+use self::failure::Ended;
 use self::options::{Given, migrate_arguments};
 use self::peer::PeerDirectory;
 use self::service::{Input, LibvirtService};
-use self::virsh::Virsh;
-use self::watch::{PostCopy, Watch};
-use super::migration::{migrate_request, saved_run};
+use self::watch::{PostCopy, Throttling, Watch};
+use super::migration::{migrate_request, saved_run, when_stuck};
 use super::prepared_directories;
 use crate::args::{Arguments, SendOptions};
 use crate::exit::{Code, Failure};
@@ -41,12 +50,11 @@ use crate::progress::{JsonEvents, Progress};
 pub fn run(guest: &str, options: &SendOptions, output: &Output) -> Result<(), Failure> {
     // The parsed options don't say which of them were given.
     let matches = Arguments::command().get_matches();
-    let limit = options.migration.downtime_limit.as_secs_f64() * 1e3;
     let mut chosen_limit = None;
     if let Some(matches) = matches.subcommand_matches("send") {
         let given = Given(matches);
         given.must_mean_something()?;
-        chosen_limit = given.has("downtime_limit").then_some(limit);
+        chosen_limit = given.has("downtime_limit").then_some(options.migration.downtime_limit);
     }
     must_be_of_this_host(&options.domain.connect)?;
     let virsh = Virsh::new(&options.domain.connect);
@@ -54,7 +62,8 @@ pub fn run(guest: &str, options: &SendOptions, output: &Output) -> Result<(), Fa
     domain.must_run()?;
     let (guest, uuid) = (&domain.identity, domain.identity.uuid.to_string());
     must_have_no_job(&virsh, &domain, &uuid)?;
-    let uris = PeerDirectory::find(&options.domain.daemon_config, &options.to)?.uris(guest.uuid)?;
+    let peer = PeerDirectory::find(&options.domain.daemon_config, &options.to)?;
+    let uris = peer.uris(guest.uuid)?;
     let arguments = migrate_arguments(&uuid, &uris, options)?;
     let saved = saved_run(&options.migration)?;
     let directory = prepared_directories()?;
@@ -63,8 +72,8 @@ pub fn run(guest: &str, options: &SendOptions, output: &Output) -> Result<(), Fa
     let config = config.map_err(|error| Failure::of(Code::Usage, error))?;
 
     let has_postcopy = options.domain.postcopy;
-    let postcopy = if has_postcopy { PostCopy::AfterFirstRound } else { PostCopy::Off };
-    let watch = Watch::new(limit, postcopy);
+    let watch = watch_of(options);
+    let streams = DaemonStreams::new(peer.base(), &options.to, &uris);
     let (inputs, received) = channel();
     let name = super::qemu::socket_name(guest, None);
     let service = Arc::new(LibvirtService {
@@ -87,14 +96,15 @@ pub fn run(guest: &str, options: &SendOptions, output: &Output) -> Result<(), Fa
 
     let progress = Progress::new(output, JsonEvents::All, saved);
     let mut started = json!(Started::new(&guest.name, domain.memory_bytes, &options.to, &config));
-    describe_streams_and_limits(&mut started, options);
+    describe_streams_and_limits(&mut started, options, &peer);
     progress.event(&started);
     // The completed job of a transient guest is reported by this event only. Without it the
     // statistics are those of the last question.
     let completed = ["event", "--domain", &uuid, "--event", "job-completed"];
     let completed = virsh.start(&completed).ok();
     let mut conductor =
-        Conductor::new(&service, &progress, output, &options.migration, watch, chosen_limit);
+        Conductor::new(&service, &progress, output, &options.migration, watch, &streams);
+    conductor.set_downtime_limit(chosen_limit);
     let moved = virsh.start(&arguments).and_then(|migration| {
         let on_end = inputs.clone();
         migration.on_end(move |result| {
@@ -110,7 +120,9 @@ pub fn run(guest: &str, options: &SendOptions, output: &Output) -> Result<(), Fa
                 "guest": guest.name, "uuid": guest.uuid, "peer": options.to,
                 "connection": options.domain.connect, "memory_uri": uris.memory,
             });
-            let stats = outcome::statistics(&watch, origin, total_ms, about);
+            let mut stats = outcome::statistics(&watch, origin, total_ms, about);
+            stats["compression"] = started["compression"].clone();
+            stats["transport"] = json!(peer.transport());
             progress.finish(Ok(&stats));
             output.result(&stats, || outcome::text(&stats));
             Ok(())
@@ -121,8 +133,8 @@ pub fn run(guest: &str, options: &SendOptions, output: &Output) -> Result<(), Fa
             }
             let was_paused = domain.state == "paused";
             let whereabouts = Whereabouts::ask(&virsh, guest.uuid, was_paused);
-            let (aborted, peer) = (conductor.abort_reason(), &options.to);
-            let failure = outcome::failure(error, aborted, &guest.name, peer, &whereabouts);
+            let ended = Ended { error, aborted: conductor.abort_reason(), whereabouts };
+            let failure = ended.failure(&guest.name, &peer.named(), || streams.failure());
             progress.finish(Err(&failure));
             Err(failure)
         }
@@ -162,9 +174,24 @@ fn must_have_no_job(virsh: &Virsh, domain: &Domain, uuid: &str) -> Result<(), Fa
     Err(Failure::new(Code::Busy, text))
 }
 
+/// What the options say about the rounds. libvirt does not limit their number.
+fn watch_of(options: &SendOptions) -> Watch {
+    let domain = &options.domain;
+    let postcopy = if domain.postcopy { PostCopy::AfterFirstRound } else { PostCopy::Off };
+    let may_throttle = domain.auto_converge || options.migration.throttle > 0;
+    let throttling = if may_throttle { Throttling::Allowed } else { Throttling::Off };
+    let limits = Limits {
+        downtime: options.migration.downtime_limit,
+        rounds: u32::MAX,
+        time: options.migration.timeout,
+        when_stuck: when_stuck(options.migration.when_stuck),
+    };
+    Watch::new(limits, options.migration.max_bandwidth, postcopy, throttling)
+}
+
 /// The daemon decides how streams are packed, and libvirt how many there are. libvirt has no limits
 /// for rounds and for a pause that has begun.
-fn describe_streams_and_limits(started: &mut Value, options: &SendOptions) {
+fn describe_streams_and_limits(started: &mut Value, options: &SendOptions, peer: &PeerDirectory) {
     let streams = match (options.multifd, options.domain.parallel) {
         (Some(streams), _) => streams,
         // libvirt's default.
@@ -172,7 +199,7 @@ fn describe_streams_and_limits(started: &mut Value, options: &SendOptions) {
         (None, false) => 1,
     };
     started["channels"] = json!(streams);
-    started["compression"] = Value::Null;
+    started["compression"] = json!(peer.compression());
     started["limits"]["downtime_abort_ms"] = Value::Null;
     started["limits"]["max_rounds"] = Value::Null;
 }

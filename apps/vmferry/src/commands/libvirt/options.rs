@@ -53,8 +53,8 @@ const REFUSED: [(&str, &str); 25] = [
     ("downtime_abort", "QEMU does not end a pause that has begun: use --downtime-limit"),
     (
         "pause_before_switchover",
-        "libvirt has no hold before the switchover: its interface can't \
-                                 keep a migration there",
+        "libvirt has no hold before the switchover, and no downtime limit keeps QEMU from it once \
+         the guest writes little (docs/libvirt.md)",
     ),
     ("verify", UNKNOWN_TO_QEMU),
     ("record", UNKNOWN_TO_QEMU),

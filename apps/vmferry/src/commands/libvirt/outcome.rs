@@ -1,4 +1,4 @@
-//! How a migration of libvirt ended: exit statuses for its messages, and the final statistics.
+//! The final statistics of a guest that libvirt has moved.
 
 use std::fmt::Write;
 
@@ -7,139 +7,11 @@ use comfy_table::{CellAlignment, Table, presets};
 use serde_json::{Value, json};
 use vmferry_api::RecordedRound;
 
-use super::domain::Whereabouts;
+use super::carried::Carried;
 use super::job::JobStats;
-use super::virsh::VirshError;
 use super::watch::Watch;
-use crate::exit::{Code, Failure};
+use crate::commands::daemon::streams::Carried as OfTarget;
 use crate::tables::recorded;
-
-/// Parts of messages, in lower case, in the order in which they are looked for.
-const MESSAGES: &[(&str, Code)] = &[
-    ("failed to get domain", Code::UnknownGuest),
-    ("domain not found", Code::UnknownGuest),
-    ("canceled by client", Code::Cancelled),
-    ("cancelled by client", Code::Cancelled),
-    ("domain is not running", Code::WrongState),
-    ("may not send", Code::Authentication),
-    ("has no policy", Code::Authentication),
-    ("vmferry refused", Code::Authentication),
-    ("authentication failed", Code::Authentication),
-    ("certificate", Code::Authentication),
-    ("access denied", Code::Authentication),
-    ("operation forbidden", Code::Authentication),
-    ("permission denied", Code::Authentication),
-    ("failed to connect to the hypervisor", Code::NotAnswering),
-    ("disconnected from", Code::NotAnswering),
-    ("/libvirt': no such file", Code::Connect),
-    ("/libvirt': connection refused", Code::Connect),
-    ("is already active", Code::Busy),
-    ("another migration job", Code::Busy),
-    ("cannot acquire state change lock", Code::Busy),
-    ("already exists", Code::Incompatible),
-    ("unsafe migration", Code::Incompatible),
-    ("incompatible", Code::Incompatible),
-    ("unsupported configuration", Code::Incompatible),
-    ("does not match", Code::Incompatible),
-    ("doesn't match", Code::Incompatible),
-    ("not supported", Code::Incompatible),
-    ("not provide required features", Code::Incompatible),
-    ("cannot be migrated", Code::Incompatible),
-    ("cannot migrate", Code::Incompatible),
-    ("cannot access storage file", Code::Incompatible),
-    ("keepalive", Code::LinkLost),
-    ("end of file", Code::LinkLost),
-    ("connection reset", Code::LinkLost),
-    ("broken pipe", Code::LinkLost),
-    ("lost connection", Code::LinkLost),
-    ("client socket is closed", Code::LinkLost),
-    ("unable to write to socket", Code::LinkLost),
-    ("unable to read from socket", Code::LinkLost),
-    ("channel error", Code::LinkLost),
-    ("input/output error", Code::LinkLost),
-    ("timed out", Code::LinkLost),
-];
-
-/// The exit status for a message of libvirt.
-fn code_of(message: &str) -> Code {
-    let message = message.to_lowercase();
-    let found = MESSAGES.iter().find(|(part, _)| message.contains(part));
-    found.map_or(Code::Internal, |(_, code)| *code)
-}
-
-/// What to do about a message, if vmferry knows.
-fn advice(code: Code, message: &str) -> Option<&'static str> {
-    Some(match code {
-        Code::UnknownGuest => {
-            "`virsh list --all` shows the guests; --connect names another libvirt"
-        }
-        Code::NotAnswering => {
-            "start this host's libvirt (`systemctl start libvirtd` or `virtqemud.socket`), or name \
-             another one with --connect"
-        }
-        Code::Connect => "`vmferry daemon` does not run on this host any more: start it again",
-        Code::Authentication => {
-            "look at the policy and the log of `vmferry daemon` on the destination"
-        }
-        Code::LinkLost => {
-            "look at the logs of `vmferry daemon` on both hosts, which say when and why"
-        }
-        Code::Incompatible if message.contains("Unsafe migration") => {
-            "use cache='none' for shared disks, --copy-storage-all for those that are not shared, \
-             or --unsafe if the storage is coherent"
-        }
-        _ => return None,
-    })
-}
-
-impl From<VirshError> for Failure {
-    fn from(error: VirshError) -> Self {
-        let (code, advice) = match &error {
-            VirshError::Missing { .. } | VirshError::System { .. } => (Code::Internal, None),
-            VirshError::Silent { .. } => (Code::NotAnswering, advice(Code::NotAnswering, "")),
-            VirshError::Failed { message, .. } => {
-                let code = code_of(message);
-                (code, advice(code, message))
-            }
-        };
-        match advice {
-            Some(advice) => Self::new(code, format!("{}; {advice}", vmferry::chain(&error))),
-            None => Self::of(code, error),
-        }
-    }
-}
-
-/// Why vmferry told libvirt to abort the migration.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum AbortReason {
-    /// The user.
-    Cancelled,
-    /// The timeout. Contains the last verdict.
-    NotConverging(String),
-}
-
-/// The failure of a migration.
-pub fn failure(
-    error: VirshError,
-    aborted: Option<&AbortReason>,
-    guest: &str,
-    peer: &str,
-    whereabouts: &Whereabouts,
-) -> Failure {
-    let failed = Failure::from(error);
-    let (mut code, why) = match (aborted, failed.code) {
-        // libvirt has noticed the order, in whichever words.
-        (Some(AbortReason::Cancelled), _) => (Code::Cancelled, "it was cancelled".to_owned()),
-        (Some(AbortReason::NotConverging(why)), _) => (Code::NotConverging, why.clone()),
-        (None, code) => (code, failed.to_string()),
-    };
-    if !whereabouts.is_here() {
-        code = Code::InDoubt;
-    }
-    let why = why.trim_end_matches('.');
-    let whereabouts = whereabouts.sentence(guest, peer);
-    Failure::new(code, format!("{guest} was not moved to {peer}: {why}. {whereabouts}"))
-}
 
 /// Where the final statistics are from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -165,6 +37,10 @@ pub fn statistics(watch: &Watch, origin: Origin, total_ms: f64, about: Value) ->
         "downtime_ms": milliseconds("downtime"),
         "predicted_downtime_ms": watch.predicted_downtime_ms(),
         "sent_bytes": last.sent_bytes(),
+        "compression_ratio": last.carried.as_ref().map(Carried::compression_ratio),
+        "channels": last.carried.as_ref().map(Carried::streams),
+        "reconnections": last.carried.as_ref().map(Carried::reconnections),
+        "link_down_ms": last.carried.as_ref().map(Carried::link_down_ms),
         "memory_bytes": last.number("memory_total"),
         "libvirt": about,
     });
@@ -173,8 +49,24 @@ pub fn statistics(watch: &Watch, origin: Origin, total_ms: f64, about: Value) ->
     stats["libvirt"]["iterations"] = json!(last.get("memory_iteration"));
     stats["libvirt"]["postcopy_requests"] = json!(last.get("memory_postcopy_requests"));
     stats["libvirt"]["disk_sent_bytes"] = json!(last.get("disk_processed"));
+    stats["libvirt"]["qemu_bytes"] = json!(last.qemu_bytes());
+    if let Some(Carried { memory, disks }) = &last.carried {
+        stats["libvirt"]["links"] = json!({ "memory": links(memory), "disks": links(disks) });
+    }
     stats["libvirt"]["complete"] = json!(origin == Origin::Completed);
     stats
+}
+
+/// What the streams of memory, or those of disks, have carried.
+fn links(carried: &OfTarget) -> Value {
+    json!({
+        "streams": carried.streams,
+        "read_bytes": carried.read_bytes,
+        "sent_bytes": carried.sent_bytes,
+        "written_bytes": carried.written_bytes,
+        "reconnections": carried.reconnections,
+        "link_down_ms": carried.link_down_ms,
+    })
 }
 
 /// The result as text.
@@ -187,7 +79,7 @@ pub fn text(stats: &Value) -> String {
     let mut text = if read.rounds.is_empty() { String::new() } else { rounds(&read.rounds) };
     let _ = writeln!(
         text,
-        "downtime {}, predicted {}\ntotal {:.0} ms, {} sent by QEMU for {} of guest memory",
+        "downtime {}, predicted {}\ntotal {:.0} ms, {} sent for {} of guest memory",
         ms(read.downtime_ms),
         ms(read.predicted_downtime_ms),
         read.total_ms.unwrap_or_default(),
@@ -195,7 +87,20 @@ pub fn text(stats: &Value) -> String {
         bytes(read.memory_bytes),
     );
     if let Some(disks) = stats["libvirt"]["disk_sent_bytes"].as_f64().filter(|bytes| *bytes > 0.0) {
-        let _ = writeln!(text, "  of it {} for disks", bytes(Some(disks)));
+        let _ = writeln!(text, "  and for {} of disks", bytes(Some(disks)));
+    }
+    if let (Some(ratio), Some(streams)) = (read.compression_ratio, read.channels) {
+        let way = read.compression.as_deref().unwrap_or_default();
+        let link = read.transport.as_deref().unwrap_or_default();
+        let _ =
+            writeln!(text, "  compression {way} ({ratio:.1} to 1), {streams} streams\n  {link}");
+    }
+    if let Some(again) = read.reconnections.filter(|again| *again > 0.0) {
+        let down = read.link_down_ms.unwrap_or_default() / 1e3;
+        let _ = writeln!(
+            text,
+            "the link was lost: {again} streams reconnected, {down:.1} s with streams missing"
+        );
     }
     if let Some(requests) = stats["libvirt"]["postcopy_requests"].as_u64().filter(|it| *it > 0) {
         let _ =
@@ -235,81 +140,26 @@ pub fn is_final(stats: &JobStats) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::super::watch::PostCopy;
+    use std::time::Duration;
+
+    use vmferry::config::{Limits, WhenStuck};
+
+    use super::super::watch::{PostCopy, Throttling};
     use super::*;
 
-    #[test]
-    fn messages_of_libvirt_have_exit_statuses() {
-        for (message, code) in [
-            ("failed to get domain 'nope'", Code::UnknownGuest),
-            ("operation aborted: migration out job: canceled by client", Code::Cancelled),
-            (
-                "failed to connect to the hypervisor: Failed to connect socket to \
-              '/run/libvirt/libvirt-sock': No such file or directory",
-                Code::NotAnswering,
-            ),
-            (
-                "Disconnected from qemu:///system due to end of file: End of file while reading",
-                Code::NotAnswering,
-            ),
-            (
-                "Failed to connect socket to '/run/vmferry-peers/host-b/libvirt': Connection \
-              refused",
-                Code::Connect,
-            ),
-            ("Requested operation is not valid: domain is not running", Code::WrongState),
-            (
-                "host-a may not send guest web here: no rule of the policy is for it",
-                Code::Authentication,
-            ),
-            ("operation failed: domain 'web' already exists with uuid 6c34", Code::Incompatible),
-            ("Unsafe migration: Migration may lead to data corruption", Code::Incompatible),
-            ("the CPU is incompatible with host CPU", Code::Incompatible),
-            ("internal error: connection closed due to keepalive timeout", Code::LinkLost),
-            ("End of file while reading data: Input/output error", Code::LinkLost),
-            (
-                "operation failed: job 'migration out' failed: Unable to write to socket: Broken \
-              pipe",
-                Code::LinkLost,
-            ),
-            ("something new", Code::Internal),
-        ] {
-            assert_eq!(code_of(message), code, "{message}");
-        }
-    }
-
-    fn failed(message: &str) -> VirshError {
-        VirshError::Failed { command: "migrate".into(), message: message.into() }
-    }
-
-    #[test]
-    fn failure_says_why_and_who_has_the_guest() {
-        let error = failed("End of file while reading data: Input/output error");
-        let failure = failure(error, None, "web", "host-b", &Whereabouts::RunsHere);
-        assert_eq!(failure.code, Code::LinkLost);
-        let text = failure.to_string();
-        assert!(text.starts_with("web was not moved to host-b: `virsh migrate` failed:"), "{text}");
-        assert!(text.ends_with("The guest runs on this host"), "{text}");
-    }
-
-    #[test]
-    fn failure_that_vmferry_ordered_has_its_reason() {
-        let stuck = AbortReason::NotConverging("too slow".into());
-        for (reason, code) in
-            [(AbortReason::Cancelled, Code::Cancelled), (stuck, Code::NotConverging)]
-        {
-            let here = Whereabouts::RunsHere;
-            assert_eq!(failure(failed("any"), Some(&reason), "web", "b", &here).code, code);
-            let paused = Whereabouts::PausedHere("paused (migrating)".into());
-            let doubtful = failure(failed("any"), Some(&reason), "web", "b", &paused);
-            assert_eq!(doubtful.code, Code::InDoubt);
-            assert!(doubtful.to_string().contains("virsh resume web"), "{doubtful}");
-        }
+    fn watch() -> Watch {
+        let limits = Limits {
+            downtime: Duration::from_millis(300),
+            rounds: u32::MAX,
+            time: None,
+            when_stuck: WhenStuck::Refuse,
+        };
+        Watch::new(limits, None, PostCopy::Off, Throttling::Off)
     }
 
     #[test]
     fn downtime_of_the_last_poll_is_unknown() {
-        let mut watch = Watch::new(300.0, PostCopy::Off);
+        let mut watch = watch();
         let stats = JobStats::parse(
             "Job type: 2\nmemory_total: 409600\nmemory_processed: 9\nmemory_iteration: 2\n\
              downtime: 42\ntime_elapsed: 700\n",
@@ -317,10 +167,39 @@ mod tests {
         watch.observe(&stats, 500.0);
         watch.finish(None, 800.0);
         let polled = statistics(&watch, Origin::LastPoll, 800.0, json!({}));
-        assert!(polled["downtime_ms"].is_null() && polled["predicted_downtime_ms"] == 42.0);
-        assert!(text(&polled).contains("downtime unknown, predicted 42.0 ms"), "{}", text(&polled));
+        assert!(polled["downtime_ms"].is_null() && polled["compression_ratio"].is_null());
+        assert!(text(&polled).contains("downtime unknown, predicted unknown"), "{}", text(&polled));
         let known = statistics(&watch, Origin::Completed, 800.0, json!({}));
         assert_eq!((&known["downtime_ms"], &known["total_ms"]), (&42.into(), &800.0.into()));
         assert!(text(&known).ends_with("the guest runs at the destination"));
+    }
+    #[test]
+    fn links_of_the_daemon_are_in_the_statistics_and_the_text() {
+        let mut watch = watch();
+        let mut stats = JobStats::parse("Job type: 2\nmemory_total: 409600\nmemory_processed: 9\n");
+        let memory = OfTarget {
+            streams: 2,
+            read_bytes: 300_000,
+            sent_bytes: 100_000,
+            reconnections: 3,
+            link_down_ms: 1500.0,
+            ..OfTarget::default()
+        };
+        stats.carried = Some(Carried { memory, ..Carried::default() });
+        watch.observe(&stats, 500.0);
+        let mut stats = statistics(&watch, Origin::Completed, 800.0, json!({}));
+        assert_eq!(
+            (&stats["sent_bytes"], &stats["libvirt"]["qemu_bytes"]),
+            (&100_000.into(), &9.into())
+        );
+        assert_eq!(stats["libvirt"]["links"]["memory"]["read_bytes"], 300_000);
+        (stats["compression"], stats["transport"]) = ("auto".into(), "tls b:7002".into());
+        let shown = text(&stats);
+        for words in [
+            "compression auto (3.0 to 1), 2 streams\n  tls b:7002",
+            "the link was lost: 3 streams reconnected, 1.5 s with streams missing",
+        ] {
+            assert!(shown.contains(words), "{shown}");
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! The control socket of a guest that libvirt moves: `status`, `cancel` and `set`.
 
 use std::sync::mpsc::Sender;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde_json::{Value, json};
@@ -18,8 +19,10 @@ pub const POSTCOPY: &str = "the guest runs at the destination and the rest of it
 pub enum Input {
     /// The user cancels it.
     Cancel,
-    /// The downtime limit is this from now on, in milliseconds.
-    DowntimeLimit(f64),
+    /// The downtime limit is this from now on.
+    DowntimeLimit(Duration),
+    /// The cap is this from now on, in bytes per second.
+    Cap(Option<u64>),
     /// `virsh migrate` has ended.
     Ended(Result<(), VirshError>),
 }
@@ -105,18 +108,19 @@ impl LibvirtService {
             if self.has_postcopy {
                 self.virsh.run(&[&plain[..], &["--postcopy"]].concat()).map_err(failed)?;
             }
+            // Without a receiver, the migration has ended.
+            let _ = self.inputs.send(Input::Cap(cap));
         }
         if let Some(limit) = change.downtime_limit {
-            let ms = limit.as_secs_f64() * 1e3;
-            set_downtime_limit(&self.virsh, &self.uuid, ms).map_err(failed)?;
-            let _ = self.inputs.send(Input::DowntimeLimit(ms));
+            set_downtime_limit(&self.virsh, &self.uuid, limit).map_err(failed)?;
+            let _ = self.inputs.send(Input::DowntimeLimit(limit));
         }
         Ok(json!(change).into())
     }
 }
 
 /// Sets the limit of a running migration. libvirt takes whole milliseconds.
-pub fn set_downtime_limit(virsh: &Virsh, uuid: &str, ms: f64) -> Result<(), VirshError> {
-    let ms = (ms.round() as u64).max(1).to_string();
+pub fn set_downtime_limit(virsh: &Virsh, uuid: &str, limit: Duration) -> Result<(), VirshError> {
+    let ms = ((limit.as_secs_f64() * 1e3).round() as u64).max(1).to_string();
     virsh.run(&["migrate-setmaxdowntime", "--domain", uuid, "--downtime", &ms]).map(drop)
 }

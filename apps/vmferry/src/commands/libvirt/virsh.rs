@@ -22,6 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(40);
 pub struct Virsh {
     program: PathBuf,
     uri: String,
+    patience: Duration,
 }
 
 /// Why `virsh` did not do what it should.
@@ -40,10 +41,12 @@ pub enum VirshError {
         source: io::Error,
     },
     /// It did not end.
-    #[error("libvirt does not answer: `virsh {command}` did not end within {PATIENCE:?}")]
+    #[error("libvirt does not answer: `virsh {command}` did not end within {after:?}")]
     Silent {
         /// The subcommand.
         command: String,
+        /// How long it was waited for.
+        after: Duration,
     },
     /// It failed.
     #[error("`virsh {command}` failed: {message}")]
@@ -76,17 +79,22 @@ pub struct Running {
 impl Virsh {
     /// For the libvirt at a connection URI.
     pub fn new(uri: &str) -> Self {
-        Self { program: "virsh".into(), uri: uri.to_owned() }
+        Self { program: "virsh".into(), uri: uri.to_owned(), patience: PATIENCE }
+    }
+
+    /// The same with another limit for each question.
+    pub fn with_patience(self, patience: Duration) -> Self {
+        Self { patience, ..self }
     }
 
     /// Runs a command to its end. Returns what it prints.
     pub fn run<A: AsRef<OsStr>>(&self, arguments: &[A]) -> Result<String, VirshError> {
         let mut running = self.start(arguments)?;
-        match await_child(&mut running.child, PATIENCE) {
+        match await_child(&mut running.child, self.patience) {
             Ok(Some(status)) => running.result(status),
             Ok(None) => {
                 running.kill();
-                Err(VirshError::Silent { command: running.command })
+                Err(VirshError::Silent { command: running.command, after: self.patience })
             }
             Err(source) => Err(VirshError::System { command: running.command, source }),
         }
@@ -210,7 +218,7 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", write, "sh", script]).arg(&program);
         assert!(command.status().unwrap().success());
-        Virsh { program, uri: "qemu:///system".into() }
+        Virsh { program, ..Virsh::new("qemu:///system") }
     }
 
     #[test]
@@ -239,8 +247,16 @@ mod tests {
     }
 
     #[test]
+    fn program_that_does_not_end_is_reported() {
+        let directory = tempfile::tempdir().unwrap();
+        let virsh = scripted(&directory, "exec sleep 600").with_patience(Duration::ZERO);
+        let error = virsh.run(&["version"]).unwrap_err();
+        assert!(matches!(error, VirshError::Silent { after: Duration::ZERO, .. }), "{error}");
+    }
+
+    #[test]
     fn missing_program_is_reported_with_its_package() {
-        let virsh = Virsh { program: "/nonexistent/virsh".into(), uri: String::new() };
+        let virsh = Virsh { program: "/nonexistent/virsh".into(), ..Virsh::new("") };
         let error = virsh.run(&["list"]).unwrap_err();
         assert!(matches!(error, VirshError::Missing { .. }), "{error}");
         assert!(error.to_string().contains("libvirt-clients"), "{error}");

@@ -1,18 +1,25 @@
 //! Turns the statistics that libvirt is asked for twice a second into the events that every
-//! migration has. Rounds that pass between two questions are reported as one.
+//! migration has. Rounds that pass between two questions are reported as one. The forecast is the
+//! engine's, from these rounds.
+
+use std::time::Duration;
 
 use serde_json::{Value, json};
+use vmferry::config::Limits;
+use vmferry::rounds::convergence::{Harvest, Predictor};
 
 use super::job::JobStats;
 
-/// Rounds hardly get shorter once the guest writes at this share of the link's rate.
-const HOPELESS_SHARE: f64 = 0.95;
+/// QEMU throttles vCPUs up to this percentage (`max-cpu-throttle`).
+const MOST_THROTTLE: u64 = 99;
 
 /// What was seen of a migration.
 #[derive(Debug)]
 pub struct Watch {
-    downtime_limit_ms: f64,
+    limits: Limits,
+    predictor: Predictor,
     postcopy: PostCopy,
+    throttling: Throttling,
     round: Option<Round>,
     rounds: Vec<Value>,
     throttle: u64,
@@ -21,6 +28,7 @@ pub struct Watch {
     /// Since when memory is copied.
     copying_since_ms: Option<f64>,
     predicted_downtime_ms: Option<f64>,
+    forecast: Value,
 }
 
 /// Whether the migration goes on as post-copy after the first round.
@@ -29,6 +37,15 @@ pub enum PostCopy {
     /// It does.
     AfterFirstRound,
     /// It does not.
+    Off,
+}
+
+/// Whether QEMU may take time from the vCPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Throttling {
+    /// It may (`--auto-converge`).
+    Allowed,
+    /// It may not.
     Off,
 }
 
@@ -44,23 +61,37 @@ struct Round {
 }
 
 impl Watch {
-    /// Nothing was seen so far.
-    pub fn new(downtime_limit_ms: f64, postcopy: PostCopy) -> Self {
+    /// Nothing was seen so far. `cap` is the limit in bytes per second.
+    pub fn new(
+        limits: Limits,
+        cap: Option<u64>,
+        postcopy: PostCopy,
+        throttling: Throttling,
+    ) -> Self {
         Self {
-            downtime_limit_ms,
+            limits,
+            predictor: Predictor::new(limits, cap),
             postcopy,
+            throttling,
             round: None,
             rounds: Vec::new(),
             throttle: 0,
             last: JobStats::default(),
             copying_since_ms: None,
             predicted_downtime_ms: None,
+            forecast: Value::Null,
         }
     }
 
     /// The user has changed the limit.
-    pub fn set_downtime_limit(&mut self, ms: f64) {
-        self.downtime_limit_ms = ms;
+    pub fn set_downtime_limit(&mut self, limit: Duration) {
+        self.limits.downtime = limit;
+        self.predictor.set_limits(self.limits);
+    }
+
+    /// The user has changed the cap, in bytes per second.
+    pub fn set_cap(&mut self, cap: Option<u64>) {
+        self.predictor.set_cap(cap);
     }
 
     /// Takes the statistics of a moment. Returns the events.
@@ -78,17 +109,20 @@ impl Watch {
                 let is_first = self.round.is_none();
                 events.extend(self.end_round(stats, now_ms));
                 if !is_first && !self.is_postcopy(stats) {
-                    let rate = events.last().and_then(|done| done["bytes_per_s"].as_f64());
-                    events.push(self.forecast(stats, rate.unwrap_or_default(), now_ms));
+                    events.push(self.forecast(stats, now_ms));
                 }
                 events.push(self.begin_round(stats, number, now_ms));
             }
             let throttle = stats.number("auto_converge_throttle");
             if throttle != self.throttle {
                 self.throttle = throttle;
+                self.predictor.throttled(u8::try_from(throttle).unwrap_or(u8::MAX));
                 events.push(json!({ "event": "throttled", "percent": throttle }));
             }
-            self.predicted_downtime_ms = predicted(stats).or(self.predicted_downtime_ms);
+            if !self.rounds.is_empty() && stats.pending_pages() > 0 {
+                let predicted = self.predictor.predict(stats.pending_pages());
+                self.predicted_downtime_ms = Some(predicted.as_secs_f64() * 1e3);
+            }
             self.last = stats.clone();
         }
         let mut progress = self.progress(stats, now_ms);
@@ -129,6 +163,7 @@ impl Watch {
             "disk_sent_bytes": copied,
             "in_doubt": false,
             "held": false,
+            "forecast": self.forecast,
         })
     }
 
@@ -169,7 +204,7 @@ impl Watch {
         &self.last
     }
 
-    /// The last prediction of the downtime.
+    /// The last prediction of the downtime; `None` until a round was measured.
     pub fn predicted_downtime_ms(&self) -> Option<f64> {
         self.predicted_downtime_ms
     }
@@ -190,14 +225,18 @@ impl Watch {
         let Round { number, began_ms, at_start, .. } = self.round.take()?;
         let since = |of: fn(&JobStats) -> u64| of(stats).saturating_sub(of(&at_start));
         let ms = now_ms - began_ms;
-        let bytes = since(|stats| stats.number("memory_processed"));
+        let content_pages = since(|stats| stats.number("memory_normal"));
+        let bytes = since(JobStats::sent_memory_bytes);
+        let content = content_pages * stats.page_bytes();
+        let took = Duration::try_from_secs_f64(ms / 1e3).unwrap_or_default();
+        self.predictor.measured_round(content_pages, bytes, took);
         let mut done = json!({
             "round": number,
             "pages": since(JobStats::sent_pages),
             "zero_pages": since(|stats| stats.number("memory_constant")),
             "bytes": bytes,
             "ms": ms,
-            "bytes_per_s": if ms > 0.0 { bytes as f64 * 1e3 / ms } else { 0.0 },
+            "bytes_per_s": if ms > 0.0 { content as f64 * 1e3 / ms } else { 0.0 },
             "dirty_pages_per_s": at_start.number("memory_dirty_rate"),
             "throttle_percent": self.throttle,
             "paused": false,
@@ -207,65 +246,50 @@ impl Watch {
         Some(done)
     }
 
-    /// `round_bytes_per_s` is the rate of the round that has just ended.
-    fn forecast(&self, stats: &JobStats, round_bytes_per_s: f64, now_ms: f64) -> Value {
-        let dirty = (stats.number("memory_dirty_rate") * stats.page_bytes()) as f64;
-        // QEMU measures over a tenth of a second, which may have been between two rounds.
-        let link = round_bytes_per_s.max(stats.number("memory_bps") as f64);
-        let predicted = predicted(stats).unwrap_or_default();
-        let limit = self.downtime_limit_ms;
-        let (mut verdict, mut advice) = ("converging", None);
-        if predicted <= limit {
-            verdict = "fits";
-        } else if link > 0.0 && dirty >= HOPELESS_SHARE * link {
-            verdict = "not-converging";
-            advice = Some(format!(
-                "the guest writes {:.0} MB/s, and {:.0} MB/s are sent: a downtime limit of {} ms \
-                 (`vmferry set --downtime-limit`) would let it switch over; --auto-converge slows \
-                 the guest down, and --postcopy needs no convergence",
-                dirty / 1e6,
-                link / 1e6,
-                predicted,
-            ));
-        }
-        json!({
-            "event": "forecast",
-            "round": stats.number("memory_iteration") - 1,
-            "elapsed_ms": self.copying_ms(now_ms),
-            "pending_pages": stats.pending_pages(),
-            "dirty_bytes_per_s": dirty,
-            "link_bytes_per_s": link,
-            "compression_ratio": 1.0,
-            "throttle_percent": stats.number("auto_converge_throttle"),
-            "predicted_downtime_ms": predicted,
-            "downtime_limit_ms": limit,
-            "verdict": verdict,
-            "eta_ms": null,
-            "advice": advice,
-        })
+    /// The engine's forecast, as after a harvest of the pages that are left.
+    fn forecast(&mut self, stats: &JobStats, now_ms: f64) -> Value {
+        let pending_pages = stats.pending_pages();
+        // QEMU measures how many pages the guest writes in a second.
+        let dirtied_s = pending_pages as f64 / stats.number("memory_dirty_rate") as f64;
+        let harvest = Harvest {
+            rounds: u32::try_from(stats.number("memory_iteration") - 1).unwrap_or(u32::MAX),
+            elapsed: Duration::try_from_secs_f64(self.copying_ms(now_ms) / 1e3).unwrap_or_default(),
+            pending_pages,
+            dirtied_in: Duration::try_from_secs_f64(dirtied_s).unwrap_or(Duration::MAX),
+        };
+        let may_throttle = self.throttling == Throttling::Allowed && self.throttle < MOST_THROTTLE;
+        self.forecast = json!(self.predictor.forecast(harvest, may_throttle));
+        let mut event = self.forecast.clone();
+        event["event"] = json!("forecast");
+        event
     }
-}
-
-/// The downtime of a switchover now, in milliseconds: QEMU's prediction, or before it has one, the
-/// time that the rest would take.
-fn predicted(stats: &JobStats) -> Option<f64> {
-    if stats.number("memory_iteration") > 1 {
-        return stats.get("downtime").map(|ms| ms as f64);
-    }
-    let rate = stats.get("memory_bps").filter(|rate| *rate > 0)?;
-    Some((stats.number("memory_remaining") as f64 * 1e3 / rate as f64).round())
 }
 
 #[cfg(test)]
 mod tests {
+    use vmferry::config::WhenStuck;
+
+    use super::super::carried::Carried;
     use super::*;
 
-    fn stats(iteration: u64, processed: u64, remaining: u64) -> JobStats {
+    fn watch(postcopy: PostCopy) -> Watch {
+        let limits = Limits {
+            downtime: Duration::from_millis(300),
+            rounds: u32::MAX,
+            time: None,
+            when_stuck: WhenStuck::Refuse,
+        };
+        Watch::new(limits, None, postcopy, Throttling::Off)
+    }
+
+    /// The statistics of a guest with 400 MiB that writes 20,000 pages a second.
+    fn stats(iteration: u64, sent_pages: u64, pending_pages: u64) -> JobStats {
         JobStats::parse(&format!(
-            "Job type: 2\nmemory_total: 409600\nmemory_processed: {processed}\nmemory_page_size: \
-             4096\nmemory_remaining: {remaining}\nmemory_iteration: {iteration}\nmemory_normal: \
-             {}\nmemory_dirty_rate: 120\nmemory_bps: 100000\ndowntime: 900\n",
-            processed / 4096
+            "Job type: 2\nmemory_total: 419430400\nmemory_processed: {}\nmemory_page_size: 4096\n\
+             memory_remaining: {}\nmemory_iteration: {iteration}\nmemory_normal: {sent_pages}\n\
+             memory_dirty_rate: 20000\nmemory_bps: 100000\ndowntime: 900\n",
+            sent_pages * 4096,
+            pending_pages * 4096,
         ))
     }
 
@@ -275,31 +299,80 @@ mod tests {
 
     #[test]
     fn rounds_are_reported_when_the_iteration_changes() {
-        let mut watch = Watch::new(300.0, PostCopy::Off);
+        let mut watch = watch(PostCopy::Off);
         let nothing = JobStats::parse("Job type: 2\nmemory_total: 0\ndisk_total: 0\n");
         assert_eq!(names(&watch.observe(&nothing, 100.0)), ["progress"]);
-        let first = watch.observe(&stats(1, 40_960, 368_640), 500.0);
+        let first = watch.observe(&stats(1, 10_000, 92_400), 500.0);
         assert_eq!(names(&first), ["round-started", "progress"]);
-        assert_eq!((&first[0]["pages"], &first[1]["round_sent_pages"]), (&100.into(), &10.into()));
-        assert_eq!(names(&watch.observe(&stats(1, 81_920, 327_680), 600.0)), ["progress"]);
-        let later = watch.observe(&stats(3, 450_560, 20_480), 1500.0);
+        assert_eq!(first[0]["pages"], 102_400);
+        assert_eq!(first[1]["round_sent_pages"], 10_000);
+        assert_eq!(names(&watch.observe(&stats(1, 20_000, 82_400), 1000.0)), ["progress"]);
+        assert_eq!(watch.predicted_downtime_ms(), None, "no round was measured");
+        let later = watch.observe(&stats(3, 110_000, 20_000), 10_500.0);
         assert_eq!(names(&later), ["round-done", "forecast", "round-started", "progress"]);
         assert_eq!(later[3]["round_sent_pages"], 0);
-        assert_eq!((&later[0]["round"], &later[0]["bytes"]), (&1.into(), &450_560.into()));
-        assert_eq!(later[0]["bytes_per_s"], 450_560.0);
-        assert_eq!(later[1]["verdict"], "not-converging");
-        assert!(later[1]["advice"].as_str().unwrap().contains("900 ms"));
-        let paused = stats(4, 471_040, 0);
-        assert_eq!(names(&watch.observe(&paused, 1550.0)), ["progress"]);
-        assert_eq!(watch.phase(&paused), "the handover");
-        let end = watch.finish(Some(&stats(4, 471_040, 0)), 1600.0).unwrap();
-        assert_eq!((&end["round"], &end["pages"]), (&3.into(), &5.into()));
-        assert_eq!((watch.rounds().len(), watch.predicted_downtime_ms()), (2, Some(900.0)));
+        assert_eq!((&later[0]["round"], &later[0]["pages"]), (&1.into(), &110_000.into()));
+        let end = watch.finish(Some(&stats(4, 115_000, 0)), 11_000.0).unwrap();
+        assert_eq!((&end["round"], &end["pages"]), (&3.into(), &5000.into()));
+        assert_eq!(watch.rounds().len(), 2);
+    }
+
+    #[test]
+    fn forecast_is_the_engines() {
+        let mut watch = watch(PostCopy::Off);
+        watch.observe(&stats(1, 0, 102_400), 0.0);
+        // 100,000 pages in ten seconds, and the guest writes twice as many.
+        let events = watch.observe(&stats(2, 100_000, 20_000), 10_000.0);
+        let forecast = &events[1];
+        assert_eq!(forecast["verdict"], "not-converging", "{forecast}");
+        assert_eq!((&forecast["round"], &forecast["pending_pages"]), (&1.into(), &20_000.into()));
+        assert_eq!(forecast["dirty_bytes_per_s"], 20_000.0 * 4096.0);
+        assert_eq!(forecast["link_bytes_per_s"], 10_000.0 * 4096.0);
+        assert_eq!(forecast["predicted_downtime_ms"], 2004.0);
+        assert!(forecast["advice"].as_str().unwrap().contains("2405 ms"), "{forecast}");
+        assert_eq!(watch.predicted_downtime_ms(), Some(2004.0));
+        watch.set_downtime_limit(Duration::from_secs(3));
+        let events = watch.observe(&stats(3, 120_000, 20_000), 12_000.0);
+        assert_eq!(events[1]["verdict"], "fits", "{}", events[1]);
+        assert_eq!(watch.progress(&stats(3, 120_000, 20_000), 12_000.0)["forecast"]["round"], 2);
+    }
+
+    #[test]
+    fn bytes_are_those_on_the_links() {
+        let mut watch = watch(PostCopy::Off);
+        let with = |mut stats: JobStats, sent_bytes| {
+            let mut carried = Carried::default();
+            carried.memory.sent_bytes = sent_bytes;
+            stats.carried = Some(carried);
+            stats
+        };
+        watch.observe(&with(stats(1, 0, 102_400), 0), 0.0);
+        let events = watch.observe(&with(stats(2, 100_000, 20_000), 102_400_000), 10_000.0);
+        assert_eq!(events[0]["bytes"], 102_400_000);
+        assert_eq!(events[1]["compression_ratio"], 4.0);
+        assert_eq!(events[3]["sent_bytes"], 102_400_000);
+    }
+
+    #[test]
+    fn guest_that_writes_nothing_converges() {
+        let mut watch = watch(PostCopy::Off);
+        let idle = |iteration, sent, pending| {
+            let printed = format!(
+                "Job type: 2\nmemory_total: 419430400\nmemory_remaining: {}\n\
+                 memory_iteration: {iteration}\nmemory_normal: {sent}\n",
+                pending * 4096
+            );
+            JobStats::parse(&printed)
+        };
+        watch.observe(&idle(1, 0, 102_400), 0.0);
+        let events = watch.observe(&idle(2, 100_000, 20_000), 10_000.0);
+        assert_eq!(events[1]["dirty_bytes_per_s"].as_f64().map(|rate| rate < 1.0), Some(true));
+        assert_eq!(events[1]["verdict"], "converging", "{}", events[1]);
     }
 
     #[test]
     fn phase_follows_the_statistics() {
-        let mut watch = Watch::new(300.0, PostCopy::AfterFirstRound);
+        let mut watch = watch(PostCopy::AfterFirstRound);
         let disks = JobStats::parse("Job type: 2\ndisk_total: 9\nmemory_total: 0\n");
         assert_eq!(watch.phase(&JobStats::default()), "the preparation");
         assert_eq!(watch.phase(&disks), "the copy of disks");
@@ -307,13 +380,12 @@ mod tests {
         assert!(watch.is_postcopy(&stats(2, 0, 9)));
         watch.observe(&stats(2, 0, 9), 1.0);
         assert_eq!(watch.phase(&JobStats::default()), "post-copy");
-        let watch = Watch::new(300.0, PostCopy::Off);
-        assert!(!watch.is_postcopy(&stats(2, 0, 9)));
     }
 
     #[test]
     fn timeout_counts_from_the_first_round() {
-        let mut watch = Watch::new(300.0, PostCopy::Off);
+        let mut watch = watch(PostCopy::Off);
+        assert!(!watch.is_postcopy(&stats(2, 0, 9)));
         watch.observe(&JobStats::default(), 5000.0);
         assert_eq!(watch.copying_ms(6000.0), 0.0);
         watch.observe(&stats(1, 1, 1), 6000.0);
