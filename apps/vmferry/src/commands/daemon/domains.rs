@@ -59,7 +59,7 @@ impl DomainLook {
 pub fn has_job(uuid: Uuid) -> bool {
     // libvirt refuses to answer about a migration that arrives.
     virsh(&["domjobinfo", "--domain", &uuid.to_string()])
-        .map_or(true, |said| !said.lines().any(|line| is_without_job(line)))
+        .map_or(true, |said| !said.lines().any(is_without_job))
 }
 
 fn is_without_job(line: &str) -> bool {
