@@ -175,8 +175,8 @@ impl Proxy {
         Ok(())
     }
 
-    /// Reports this host to hosts that may send guests here, and ask. Until then, and without a
-    /// report, they learn only whether they may.
+    /// Reports this host to hosts that may send guests here, and ask. Until then they learn only
+    /// whether they may, and how much memory is free.
     pub fn report(&self, report: Arc<dyn HostReport>) {
         self.shared.probes.set_report(report);
     }

@@ -2,5 +2,6 @@
 
 mod carried;
 mod cut;
+mod probed;
 mod refused;
 mod support;
