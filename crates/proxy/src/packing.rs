@@ -7,9 +7,7 @@ use std::time::{Duration, Instant};
 use vmferry::config::compression::CompressionConfig;
 use vmferry::data::source::chooser::{Chooser, Decision};
 use vmferry::vmm::streamed::{Marks, PageMark, Recogniser};
-use vmferry_codec::{
-    Choice, CompressError, EncodedFrame, HotPages, Method, Piece, StreamEncoder,
-};
+use vmferry_codec::{Choice, CompressError, EncodedFrame, HotPages, Method, Piece, StreamEncoder};
 use vmferry_memory::{PAGE_SIZE, SlotId};
 use vmferry_qemu::AnyStream;
 use vmferry_transport::RateLimiter;
