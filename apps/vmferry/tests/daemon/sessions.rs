@@ -6,7 +6,7 @@ use serde_json::Value;
 use vmferry_libvirt_lab::LibvirtVersion;
 
 use crate::doubt::{Finishing, finishing, guest_runs_at_the_destination_only, source_waits_paused};
-use crate::support::{Host, Hosts};
+use crate::support::{Host, Hosts, linux, must_succeed};
 
 /// What a host's journals say about the last session of a guest.
 pub fn finish_of(host: &Host, guest: &str) -> Value {
@@ -163,4 +163,33 @@ fn guest_that_the_sources_libvirt_has_left_paused_is_removed() {
     let done = resolve(&hosts.a, "--destination-owns");
     assert_eq!(done["libvirt"], "the paused guest was removed here", "{done}");
     guest_runs_at_the_destination_only(&hosts);
+}
+
+/// What `vmferry resolve` and the daemon read from libvirt: between Prepare and Finish, the guest
+/// waits, libvirt has a job for it, and nobody can pause it.
+#[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn libvirt_has_a_job_for_a_guest_that_arrives() {
+    for version in [LibvirtVersion::V9_0, LibvirtVersion::V11_3] {
+        let hosts = Hosts::start(version);
+        hosts.a.libvirt.create(&linux("web"));
+        hosts.a.libvirt.check_guest("web");
+        // Slow enough that memory is still being copied.
+        hosts.a.libvirt.virsh_ok(&["migrate-setspeed", "web", "1"]);
+        let moving = hosts.a.migrate_command("web", "host-b", &[]).spawn().unwrap();
+        hosts.a.daemon().wait_for("opens the memory's stream", |event| {
+            event["event"] == "opened" && event["stream"]["target"] == "host-b/web.mig"
+        });
+        let there = &hosts.b.libvirt;
+        let reason = there.virsh_ok(&["domstate", "--reason", "web"]);
+        assert_eq!(reason.trim(), "paused (migrating)");
+        let job = there.virsh(&["domjobinfo", "web"]);
+        assert!(!String::from_utf8_lossy(&job.stdout).contains("None"), "{job:?}");
+        assert!(!there.virsh(&["suspend", "web"]).status.success());
+        assert_eq!(there.virsh_ok(&["domstate", "--reason", "web"]).trim(), reason.trim());
+        hosts.a.libvirt.virsh_ok(&["migrate-setspeed", "web", "1000"]);
+        must_succeed(&hosts, &moving.wait_with_output().unwrap());
+        let job = hosts.b.libvirt.virsh_ok(&["domjobinfo", "web"]);
+        assert!(job.contains("None"), "{job}");
+    }
 }
