@@ -1,5 +1,5 @@
-//! `vmferry status --sessions` and `vmferry resolve` about guests of libvirt, on both hosts, with and
-//! without a running daemon.
+//! `vmferry status --sessions` and `vmferry resolve` about guests of libvirt, on both hosts, with
+//! and without a running daemon.
 
 use rustix::process::{Signal, kill_process};
 use serde_json::Value;

@@ -130,8 +130,8 @@ impl Unanswered {
         let (mut pause, mut is_open) = (ASK_PERIOD, true);
         loop {
             let shared = shared.upgrade().filter(|shared| !shared.is_ending())?;
-            // A restarted libvirt leaves its guest paused. An operator needs the word, and the guest
-            // stays in doubt until it comes.
+            // A restarted libvirt leaves its guest paused. An operator needs the word, and the
+            // guest stays in doubt until it comes.
             if is_open {
                 is_open = self.attend(heard, ASK_PERIOD);
             } else {

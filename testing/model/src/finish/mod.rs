@@ -5,9 +5,9 @@
 //! the keeper of the source's connection, the journals, and a network that loses, delays, repeats
 //! and reorders messages. Every process may die and restart at any point, also while it writes a
 //! record, any number of times. The keeper and the daemon at the source are not dead at the same
-//! time. After a failed write the daemon continues from its journal, and knows what it has not done. The guest at the
-//! destination may end or move to a third host, and the destination's host may be lost
-//! permanently. Each check runs without and with a keeper at the destination.
+//! time. After a failed write the daemon continues from its journal, and knows what it has not
+//! done. The guest at the destination may end or move to a third host, and the destination's host
+//! may be lost permanently. Each check runs without and with a keeper at the destination.
 //!
 //! The source's libvirt kills its guest after a successful reply. It resumes it after an error or
 //! a failed connection. If it restarts while it waits, it leaves the guest paused. If it restarts

@@ -17,8 +17,8 @@ pub fn remind(finish: &Finish, word: OperatorWord, look: &DomainLook) -> String 
     let first = match (finish.state.side(), word) {
         (Side::Source, OperatorWord::SourceResumes) => format!(
             "FIRST look at {peer} with `vmferry status --sessions`: it must say `never ran the \
-             guest`. Otherwise power it off or fence it. If the guest runs there, or has run there, \
-             it must not be resumed here: two guests write to its disks and destroy them."
+             guest`. Otherwise power it off or fence it. If the guest runs there, or has run \
+             there, it must not be resumed here: two guests write to its disks and destroy them."
         ),
         (Side::Source, OperatorWord::DestinationOwns) => format!(
             "FIRST look at {peer} with `vmferry status --sessions`: it must say `has the guest`. \
