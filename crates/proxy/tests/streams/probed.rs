@@ -101,7 +101,10 @@ fn host_that_may_send_nothing_is_told_nothing_else() {
             assert_eq!(probed.host.libvirt.is_some(), is_open);
         }
         if !is_open {
-            let refused = |event: &ProxyEvent| matches!(event, ProxyEvent::Refused { wanted, .. } if wanted == "ask about this host");
+            let refused = |event: &ProxyEvent| match event {
+                ProxyEvent::Refused { wanted, .. } => wanted == "ask about this host",
+                _ => false,
+            };
             hosts.events.wait_for('b', refused);
         }
     }

@@ -210,7 +210,7 @@ mod tests {
             ),
             ("Requested operation is not valid: domain is not running", Code::WrongState),
             (
-                "vmferry refused: host-a may not send guest web here: no rule of the policy is for it",
+                "vmferry refused: host-a may not send guest web here: no rule is for it",
                 Code::Authentication,
             ),
             ("operation failed: domain 'web' already exists with uuid 6c34", Code::Incompatible),

@@ -67,7 +67,7 @@ impl Daemon {
                     "libvirt runs QEMU as the user {theirs}, and the daemon makes its sockets for \
                      the user {ours}"
                 ),
-                "set `qemu_user` in the daemon's configuration to the `user` of libvirt's qemu.conf",
+                "set `qemu_user` in the daemon's configuration to `user` of libvirt's qemu.conf",
             ),
             Some(_) => {
                 let why = format!("QEMU runs as the user {ours}, who may use the daemon's sockets");

@@ -71,7 +71,7 @@ impl Definition {
         if child("launchSecurity").is_some() {
             definition.add(
                 Level::Error,
-                "its memory is encrypted by the processor (<launchSecurity>), which QEMU can't move",
+                "the processor encrypts its memory (<launchSecurity>), which QEMU can't move",
                 "shut it down, and start it there",
             );
         }
@@ -112,7 +112,7 @@ impl Definition {
                     ),
                     _ => self.add(
                         Level::Error,
-                        "it has a directory of this host as a 9p file system, which QEMU can't move",
+                        "it has a directory of this host (9p file system), which QEMU can't move",
                         "shut it down to remove the device, or use NFS in the guest",
                     ),
                 }
@@ -183,7 +183,7 @@ mod tests {
 
     fn read(kind: &str, cpu: &str, devices: &str) -> Definition {
         let xml = format!(
-            "<domain type='{kind}' id='1'><name>web</name>{cpu}<devices>{devices}</devices></domain>"
+            "<domain type='{kind}'><name>web</name>{cpu}<devices>{devices}</devices></domain>"
         );
         Definition::read(&xml).unwrap()
     }

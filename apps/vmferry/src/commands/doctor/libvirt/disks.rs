@@ -33,8 +33,8 @@ pub enum Source {
     Other,
 }
 
-/// File systems that several hosts can see, by their magic numbers in `statfs(2)`. libvirt's list is
-/// in `virFileIsSharedFSType`.
+/// File systems that several hosts can see, by their magic numbers in `statfs(2)`. libvirt's list
+/// is in `virFileIsSharedFSType`.
 const SHARED: [(u64, &str); 11] = [
     (0x6969, "NFS"),
     (0xff53_4d42, "CIFS"),
@@ -133,8 +133,8 @@ fn look_at_cache(disk: &Disk, object: &str, findings: &mut Findings) {
         Level::Warning,
         object,
         format!(
-            "its cache mode is {cache}: this host may keep parts of the disk in memory, and libvirt \
-             may refuse the migration as unsafe"
+            "its cache mode is {cache}: this host may keep parts of the disk in memory, and \
+             libvirt may refuse the migration as unsafe"
         ),
         "use cache='none', or --unsafe if the storage keeps the caches of both hosts coherent",
     );
