@@ -20,14 +20,14 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::MemoryKind;
 
-pub use daemon::{DaemonOptions, KeeperOptions};
+pub use daemon::{DaemonOptions, KeeperOptions, ReceiverStarterOptions};
 pub use doctor::DoctorOptions;
 pub use documents::{CompletionsOptions, ManOptions, public_command};
 pub use hook::{HookOptions, HookRunnerOptions};
 pub use inspect::InspectOptions;
 pub use migration::{MigrationOptions, WhenStuck};
 pub use migrations::{EstimateOptions, MetricsOptions, SetOptions};
-pub use receive::{ReceiveOptions, StarterOptions};
+pub use receive::{ReceiveOptions, SandboxOption, StarterOptions};
 pub use record::RecordOptions;
 pub use report::ReportOptions;
 pub use send::SendOptions;
@@ -108,6 +108,9 @@ pub enum Command {
     /// Hold connections of libvirt for a `daemon` that dies.
     #[command(hide = true)]
     KeepConnections(KeeperOptions),
+    /// Start receivers for a `daemon`, which sends requests through standard input.
+    #[command(hide = true)]
+    StartReceivers(ReceiverStarterOptions),
     /// Start the QEMU of a `receive --exec`, which sends requests through standard input.
     #[command(hide = true)]
     StartQemu(StarterOptions),

@@ -51,7 +51,7 @@ pub fn restrict(
     files.write.extend([places.runtime().to_owned(), places.state().to_owned()]);
     // Recordings: the directory exists by now.
     files.write.extend(options.record.record.clone());
-    if let Address::Unix(path) = listening {
+    if let Address::Unix(path) | Address::Passed(path) = listening {
         // The socket is removed at the end.
         files.remove_files.extend(directories_of(path));
     }

@@ -11,6 +11,7 @@ use vmferry_transport::{Address, PeerIdentity, TlsIdentity};
 use crate::access::HostAccess;
 use crate::keeper::KeeperProgram;
 use crate::libvirt::Domains;
+use crate::receive::Receivers;
 use crate::stream::Timings;
 
 /// The configuration of a proxy.
@@ -43,6 +44,8 @@ pub struct ProxyConfig {
     /// Does with files and names of this host what this process can't do itself, because it is
     /// restricted. Without it this process does it.
     pub access: Option<Arc<dyn HostAccess>>,
+    /// Starts receivers for guests of QEMU. Without it none are received.
+    pub receivers: Option<Arc<dyn Receivers>>,
     /// Time limits.
     pub timings: Timings,
     /// How memory and disks are compressed.

@@ -94,6 +94,19 @@ pub enum ProxyEvent {
         /// Their number.
         count: u64,
     },
+    /// A receiver waits for a guest that a source sends by a template.
+    Receiving {
+        /// The guest's name.
+        guest: String,
+        /// Its UUID.
+        uuid: String,
+        /// The template.
+        template: String,
+        /// The source.
+        peer: String,
+        /// The session.
+        session: String,
+    },
     /// A guest is announced: libvirt's Prepare has passed.
     Prepared {
         /// The guest's name.
@@ -187,6 +200,11 @@ impl fmt::Display for ProxyEvent {
             Self::Untold { peer, count } => {
                 write!(f, "{peer} was refused {count} more times")
             }
+            Self::Receiving { guest, uuid, template, peer, session } => write!(
+                f,
+                "a receiver of template {template} waits for guest {guest} ({uuid}) from {peer} \
+                 (session {session})"
+            ),
             Self::Prepared { guest, uuid, peer, side: Side::Opener } => {
                 write!(f, "guest {guest} ({uuid}) is moving to {peer}")
             }

@@ -15,6 +15,7 @@ use crate::event::{ProxyEvent, Side};
 use crate::greeting::{Greeting, GreetingPlace};
 use crate::libvirt;
 use crate::proxy::{Ends, Entry, Shared};
+use crate::receive;
 use crate::records::{Answer, Opening, PROXY_VERSION, RecordError, Target, read_hello};
 use crate::stream::{Link, LinkEnd, StreamFailure, run_link};
 
@@ -82,6 +83,7 @@ fn greet(
     let refused = |peer: String, wanted: &str, reason: String| {
         shared.tell(ProxyEvent::Refused { peer, wanted: wanted.to_owned(), reason });
     };
+    let pending = receive::unless_ticket(shared, pending)?;
     let channel = match pending.handshake(timings.connect) {
         Ok(channel) => channel,
         Err(error) => {
@@ -107,6 +109,13 @@ fn greet(
             let probes = &shared.probes;
             if let Err(error) = probes.answer(shared, &hello, &mut reader, &mut writer, &peer) {
                 refused(peer.to_string(), "ask about this host", vmferry::chain(&error));
+            }
+            return None;
+        }
+        Ok((hello, None)) if hello.role == Role::Query => {
+            let halves = (reader, writer);
+            if let Err(error) = receive::answer_query(shared, &hello, halves, &peer) {
+                refused(peer.to_string(), "ask for a session's word", vmferry::chain(&error));
             }
             return None;
         }
@@ -147,6 +156,10 @@ fn greet(
         }
         // The peer asks again if it does not get the answer.
         let _ = writer.finish();
+        return None;
+    }
+    if let Target::Receive(request) = &opening.target {
+        receive::answer(shared, &peer, request, writer);
         return None;
     }
     let entry = match find_or_begin(shared, &peer, &hello, &opening) {
@@ -223,7 +236,7 @@ fn connect(shared: &Arc<Shared>, peer: &PeerIdentity, target: &Target) -> Result
         Target::Libvirt { directory, session } => {
             libvirt::arrive(shared, peer, peer_name(shared, peer), directory, *session)
         }
-        Target::Word { .. } => Err("it is a question and no stream".into()),
+        Target::Word { .. } | Target::Receive(_) => Err("it is a question and no stream".into()),
         Target::Socket { directory, file } => {
             if !shared.migrations.may_open(peer, directory, file) {
                 return Err(format!("no guest that was announced by this host uses {target}"));

@@ -158,6 +158,8 @@ fn dial(
     match Answer::read(&mut reader).map_err(|error| failed(&error))? {
         Answer::Opened { received } => Ok(Link { number, reader, writer, closer, received }),
         Answer::Refused { reason } => Err(Unlinked::Refused(reason)),
-        Answer::Word(_) => Err(Unlinked::Failed("it answers another question".into())),
+        Answer::Word(_) | Answer::Receiving | Answer::NotReceiving(_) => {
+            Err(Unlinked::Failed("it answers another question".into()))
+        }
     }
 }

@@ -5,7 +5,7 @@
 //!  opener                                   acceptor
 //!    Hello (role: stream; the stream's token; attempt)  ->
 //!    Opening: where to, known or new, frames received   ->
-//!         <- Answer: opened, frames received; or refused and why; or a word
+//!         <- Answer: opened, frames received; or refused and why; or to a question
 //!    records                                            <->  records
 //! ```
 //! A record is its kind in one byte, and what belongs to it; a frame is its own record. All numbers
@@ -13,8 +13,10 @@
 
 use std::io::{self, Read, Write};
 
-use vmferry_handover::{FinishAnswer, SessionId};
-use vmferry_wire::{HELLO_BYTES, Hello, WireError};
+use vmferry_handover::{FinishAnswer, GuestIdentity, SessionId};
+use vmferry_wire::{HELLO_BYTES, Hello, Reason, WireError};
+
+use crate::receive::ReceiveRequest;
 
 /// The longest name or path in an opening.
 pub const MAX_NAME_BYTES: usize = 256;
@@ -90,6 +92,8 @@ pub enum Target {
         /// The session.
         session: SessionId,
     },
+    /// No stream: the opener asks for a receiver for a guest.
+    Receive(ReceiveRequest),
 }
 
 impl Target {
@@ -99,6 +103,7 @@ impl Target {
             Self::Socket { .. } => 2,
             Self::Forward { .. } => 3,
             Self::Word { .. } => 4,
+            Self::Receive(_) => 5,
         }
     }
 }
@@ -110,6 +115,7 @@ impl std::fmt::Display for Target {
             Self::Socket { directory, file } => write!(f, "{directory}/{file}"),
             Self::Forward { name } => write!(f, "forward {name}"),
             Self::Word { session } => write!(f, "the word about session {session}"),
+            Self::Receive(request) => write!(f, "a receiver for {}", request.guest.name),
         }
     }
 }
@@ -136,6 +142,9 @@ impl Opening {
             Target::Socket { directory, file } => (directory.clone(), file.clone()),
             Target::Forward { name } => (name.clone(), String::new()),
             Target::Word { session } => (session.to_string(), String::new()),
+            Target::Receive(ReceiveRequest { template, guest, session }) => {
+                (template.clone(), format!("{session} {} {}", guest.uuid, guest.name))
+            }
         };
         let mut bytes = vec![self.target.number(), self.is_known.into()];
         bytes.extend_from_slice(&self.received.to_le_bytes());
@@ -163,6 +172,7 @@ impl Opening {
             2 => Target::Socket { directory: first, file: second },
             3 => Target::Forward { name: first },
             4 => Target::Word { session: session_of(&first)? },
+            5 => Target::Receive(receive_request(first, &second)?),
             value => return Err(RecordError::Unknown { what: "target of a stream", value }),
         };
         Ok(Self { target, is_known, received })
@@ -184,6 +194,10 @@ pub enum Answer {
     },
     /// What is known about a session's Finish.
     Word(FinishAnswer),
+    /// A receiver waits for the guest.
+    Receiving,
+    /// There is no receiver for the guest.
+    NotReceiving(Reason),
 }
 
 impl Answer {
@@ -203,6 +217,12 @@ impl Answer {
                 push_text(&mut bytes, reason, MAX_REASON_BYTES);
             }
             Self::Word(answer) => bytes.extend([3, answer.number()]),
+            Self::Receiving => bytes.push(4),
+            Self::NotReceiving(reason) => {
+                bytes.push(5);
+                bytes.extend(u16::from(reason.code).to_le_bytes());
+                push_text(&mut bytes, &reason.text, MAX_REASON_BYTES);
+            }
         }
         link.write_all(&bytes)
     }
@@ -219,6 +239,12 @@ impl Answer {
                 let value = read_byte(link)?;
                 let unknown = RecordError::Unknown { what: "word about a Finish", value };
                 FinishAnswer::from_number(value).map(Self::Word).ok_or(unknown)
+            }
+            4 => Ok(Self::Receiving),
+            5 => {
+                let code = u16::from_le_bytes([read_byte(link)?, read_byte(link)?]).into();
+                let text = read_text(link, MAX_REASON_BYTES, "reason")?;
+                Ok(Self::NotReceiving(Reason::new(code, &text)))
             }
             value => Err(RecordError::Unknown { what: "answer", value }),
         }
@@ -324,6 +350,17 @@ fn push_text(bytes: &mut Vec<u8>, text: &str, most: usize) {
     let text = &text[..text.floor_char_boundary(most)];
     bytes.extend_from_slice(&(text.len() as u16).to_le_bytes());
     bytes.extend_from_slice(text.as_bytes());
+}
+
+/// The session, the UUID and the name of the guest are in one text.
+fn receive_request(template: String, text: &str) -> Result<ReceiveRequest, RecordError> {
+    let bad = || RecordError::BadText { what: "session, UUID and name", bytes: text.len() };
+    let mut parts = text.splitn(3, ' ');
+    let mut next = || parts.next().ok_or_else(bad);
+    let session = session_of(next()?)?;
+    let uuid = next()?.parse().map_err(|_| bad())?;
+    let guest = GuestIdentity { uuid, name: next()?.to_owned() };
+    Ok(ReceiveRequest { template, guest, session })
 }
 
 fn session_of(text: &str) -> Result<SessionId, RecordError> {

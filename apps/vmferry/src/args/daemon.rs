@@ -33,6 +33,14 @@ pub struct DaemonOptions {
     pub check: bool,
 }
 
+/// `vmferry start-receivers`.
+#[derive(Debug, Args)]
+pub struct ReceiverStarterOptions {
+    /// The daemon's configuration, with the templates.
+    #[arg(long, value_name = "FILE")]
+    pub config: PathBuf,
+}
+
 /// `vmferry keep-connections`.
 #[derive(Debug, Args)]
 pub struct KeeperOptions {

@@ -40,6 +40,15 @@ pub struct ReceiveOptions {
     /// Accept only the guest with this UUID.
     #[arg(long, value_name = "UUID")]
     pub expect_uuid: Option<uuid::Uuid>,
+    /// Accept only the source with this first name in its certificate.
+    #[arg(long, value_name = "NAME", hide = true)]
+    pub expect_source: Option<String>,
+    /// Exit if no source has offered a guest within this time.
+    #[arg(long, value_name = "TIME", hide = true, value_parser = super::parse_duration)]
+    pub wait: Option<std::time::Duration>,
+    /// Answer for the guest that an earlier receiver has left; without one, exit.
+    #[arg(long, hide = true, requires = "exec")]
+    pub found_only: bool,
     /// Receive into the QEMU with this QMP socket, which was started with `-incoming defer`.
     #[arg(long, value_name = "QMP_SOCKET", conflicts_with = "exec")]
     pub qemu: Option<PathBuf>,

@@ -22,6 +22,7 @@ Examples:
   vmferry send web --to host-b:7001 --tls /etc/vmferry/tls --throttle 80
   vmferry send --qemu /run/qemu/web.qmp --to host-b:7001 --tls /etc/vmferry/tls
   vmferry send --qemu /run/qemu/web.qmp --mode carried --to host-b:7001 --tls /etc/vmferry/tls
+  vmferry send --qemu /run/qemu/web.qmp --to host-b:7002 --template web-class --tls /etc/vmferry/tls
 
 A guest that libvirt manages. `vmferry daemon` runs on both hosts; --to names a peer in its
 configuration:
@@ -51,6 +52,10 @@ pub struct SendOptions {
     #[arg(long, value_name = "STREAMS", requires = "process",
           value_parser = clap::value_parser!(u8).range(1..=15))]
     pub multifd: Option<u8>,
+    /// Have the destination's `vmferry daemon` receive the guest by this template, a `[[receive]]`
+    /// of its configuration. --to is then the address of the daemon.
+    #[arg(long, value_name = "NAME", requires = "qmp")]
+    pub template: Option<String>,
     /// Keep the source's QEMU, stopped, and the pages of its memory files. By default QEMU is quit
     /// and the pages are freed.
     #[arg(long, requires = "qmp")]

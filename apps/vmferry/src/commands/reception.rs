@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use serde_json::json;
 use vmferry::DestinationConfig;
-use vmferry::config::policy::Policy;
+use vmferry::config::policy::{Admission, Policy};
 use vmferry::config::{ProtocolVersions, WorkerCount};
 use vmferry::destination::{Notice, Report};
 use vmferry_sandbox::Restrictions;
-use vmferry_transport::{Address, Listener, RecordingSide};
+use vmferry_transport::{Address, Listener, PeerIdentity, RecordingSide};
+use vmferry_wire::GuestIdentity;
 
 use super::link::{address, recorder, tls_files};
 use crate::args::ReceiveOptions;
@@ -45,7 +46,31 @@ pub fn config(
         policy.tell(move |said| remark("policy", said, &output));
         config.policy = Some(Arc::new(policy));
     }
+    if let Some(name) = options.expect_source.clone() {
+        config.policy = Some(Arc::new(OneSource { name, inner: config.policy.take() }));
+    }
     Ok(config)
+}
+
+/// Admits one source, as far as another policy does.
+#[derive(Debug)]
+struct OneSource {
+    /// The first name in its certificate.
+    name: String,
+    inner: Option<Arc<dyn Admission>>,
+}
+
+impl Admission for OneSource {
+    fn check_source(&self, source: &PeerIdentity) -> Result<(), String> {
+        if source.names.first() != Some(&self.name) {
+            return Err(format!("{source} may not send guests here: {} is expected", self.name));
+        }
+        self.inner.as_ref().map_or(Ok(()), |inner| inner.check_source(source))
+    }
+
+    fn check_guest(&self, source: &PeerIdentity, guest: &GuestIdentity) -> Result<(), String> {
+        self.inner.as_ref().map_or(Ok(()), |inner| inner.check_guest(source, guest))
+    }
 }
 
 /// Reports that changed files were reloaded, or why not.
@@ -55,7 +80,11 @@ fn remark(about: &str, said: &str, output: &Output) {
 
 /// Listens at the address of `--listen`.
 pub fn listen(options: &ReceiveOptions, output: &Output) -> Result<Listener, Failure> {
-    let text = address(&options.listen, &options.tls)?;
+    // A daemon passes sockets, which have TLS if there are certificates.
+    let text = match options.listen.starts_with("passed:") {
+        true => options.listen.clone(),
+        false => address(&options.listen, &options.tls)?,
+    };
     let address: Address = text.parse().map_err(|error| Failure::of(Code::Usage, error))?;
     let tls = match tls_files(&options.tls)? {
         Some(files) => {

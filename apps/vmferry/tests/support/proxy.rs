@@ -9,6 +9,7 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use vmferry_kit::relay::copy;
+use vmferry_transport::TICKET_BYTES;
 
 /// Bounds the waits: reaching it is a failure.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -17,8 +18,12 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const HELLO_BYTES: usize = 40;
 const REPLY_BYTES: usize = 24;
 
-/// The role of a data channel in a greeting.
+/// The roles of a data channel and of a daemon's stream in a greeting.
 const DATA: u8 = 2;
+const STREAM: u8 = 6;
+
+/// The first byte of a ticket, which may come before a greeting.
+const TICKET: u8 = b'T';
 
 /// Messages on a control channel, by their type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -179,12 +184,23 @@ impl Shared {
 
     /// Forwards the greetings, then bytes on a data channel and messages on the others.
     fn forward(self: &Arc<Self>, mut source: TcpStream, mut destination: TcpStream) {
+        let mut first = [0];
+        if !matches!(source.peek(&mut first), Ok(1)) {
+            return;
+        }
+        if first[0] == TICKET {
+            let mut ticket = [0; TICKET_BYTES];
+            let read = source.read_exact(&mut ticket);
+            if read.and_then(|()| destination.write_all(&ticket)).is_err() {
+                return;
+            }
+        }
         let mut hello = [0; HELLO_BYTES];
         if source.read_exact(&mut hello).and_then(|()| destination.write_all(&hello)).is_err() {
             return;
         }
         let (back_from, back_to) = (destination.try_clone().unwrap(), source.try_clone().unwrap());
-        if hello[12] == DATA {
+        if let DATA | STREAM = hello[12] {
             std::thread::spawn(move || copy(back_from, back_to));
             return copy(source, destination);
         }

@@ -1,5 +1,7 @@
 //! Bytes of records.
 
+use vmferry_wire::ReasonCode;
+
 use super::*;
 
 const SESSION: SessionId = SessionId([7; 16]);
@@ -23,6 +25,15 @@ fn openings_have_these_bytes() {
         (
             Target::Word { session: SESSION },
             "04 01 07.00.00.00.00.00.00.00 24.00 07070707-0707-0707-0707-070707070707 00.00",
+        ),
+        (
+            Target::Receive(ReceiveRequest {
+                template: "small".into(),
+                guest: GuestIdentity { uuid: uuid::Uuid::nil(), name: "my web".into() },
+                session: SESSION,
+            }),
+            "05 01 07.00.00.00.00.00.00.00 05.00 small 50.00 07070707-0707-0707-0707-070707070707 \
+             20 00000000-0000-0000-0000-000000000000 20 my 20 web",
         ),
     ];
     for (target, golden) in golden {
@@ -48,6 +59,8 @@ fn answers_are_read_as_written() {
         Answer::Opened { received: u64::MAX },
         Answer::Refused { reason: "no rule names this host".into() },
         Answer::Word(FinishAnswer::AskAgain),
+        Answer::Receiving,
+        Answer::NotReceiving(Reason::new(ReasonCode::Busy, "too many")),
     ] {
         let mut bytes = Vec::new();
         answer.write(&mut bytes).unwrap();

@@ -87,6 +87,7 @@ fn config(directory: PathBuf) -> ProxyConfig {
         domains: None,
         keeper: None,
         access: None,
+        receivers: None,
         directory,
         libvirt: "/nowhere".into(),
         qemu: Owner {

@@ -1,5 +1,6 @@
 //! The daemon's configuration file.
 
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -15,12 +16,16 @@ use vmferry_transport::{Address, PeerIdentity};
 use vmferry_wire::GuestIdentity;
 
 use super::domains::LibvirtDomains;
+use super::receivers::template::TemplateTable;
 use crate::args::{parse_duration, parse_rate};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
 /// Names that distributions give to the user that QEMU runs as.
 const QEMU_USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
+
+/// The usual limit of `max_receivers`: a QEMU that waits for a guest takes little memory.
+const DEFAULT_MAX_RECEIVERS: u16 = 16;
 
 /// The file.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -43,6 +48,9 @@ pub struct Configuration {
     peers: Vec<PeerTable>,
     #[serde(default, rename = "forward")]
     forwards: Vec<ForwardTable>,
+    #[serde(default, rename = "receive")]
+    templates: Vec<TemplateTable>,
+    max_receivers: Option<u16>,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -98,6 +106,42 @@ impl Configuration {
     /// Number of forwarding rules.
     pub fn forwards(&self) -> usize {
         self.forwards.len()
+    }
+
+    /// The template of this name.
+    pub fn template(&self, name: &str) -> Option<&TemplateTable> {
+        self.templates.iter().find(|template| template.name == name)
+    }
+
+    /// The most guests that may be arriving by templates at the same time.
+    pub fn max_receivers(&self) -> usize {
+        self.max_receivers.unwrap_or(DEFAULT_MAX_RECEIVERS).into()
+    }
+
+    /// The options of a receiver's certificates and policy.
+    pub fn receiver_options(&self) -> Result<Vec<OsString>, Failure> {
+        let mut options = Vec::new();
+        match &self.tls {
+            Some(directory) => {
+                options.extend(["--tls".into(), std::path::absolute(directory)?.into()])
+            }
+            None => options.push("--plain".into()),
+        }
+        if let Some(policy) = &self.policy {
+            options.extend(["--policy".into(), std::path::absolute(policy)?.into()]);
+        }
+        Ok(options)
+    }
+
+    fn check_templates(&self) -> Result<(), Failure> {
+        for template in &self.templates {
+            template.check()?;
+            let name = &template.name;
+            if self.templates.iter().filter(|other| other.name == *name).count() > 1 {
+                return Err(wrong(format!("two templates have the name {name}")));
+            }
+        }
+        Ok(())
     }
 
     /// Where the sockets are.
@@ -161,6 +205,7 @@ impl Configuration {
                 ));
             }
         };
+        self.check_templates()?;
         let duration = |text: &Option<String>, default| match text {
             Some(text) => parse_duration(text).map_err(wrong),
             None => Ok(default),
@@ -187,6 +232,7 @@ impl Configuration {
             domains: Some(Arc::new(LibvirtDomains)),
             keeper: None,
             access: None,
+            receivers: None,
             timings: Timings { reconnect, ..defaults },
             compression: CompressionConfig { way, ..CompressionConfig::default() },
             bandwidth,

@@ -4,6 +4,7 @@
 pub mod config;
 pub mod domains;
 pub mod keeper;
+pub mod receivers;
 mod report;
 mod served;
 pub mod streams;
@@ -15,7 +16,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use vmferry_control::Directories;
-use vmferry_proxy::{Proxy, ProxyEvent};
+use vmferry_proxy::{Proxy, ProxyEvent, Receivers};
 use vmferry_transport::FileVersion;
 
 use super::prepared_directories;
@@ -23,6 +24,7 @@ use crate::args::DaemonOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 use config::Configuration;
+use receivers::ReceiverStarter;
 use report::DaemonHost;
 use served::Guests;
 use streams::Streams;
@@ -54,6 +56,9 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
     // Without the ending of guests' control sockets.
     let keeper = keeper::KeeperAt::new(keeper_socket(&directories));
     proxy.keeper = Some(Arc::new(keeper));
+    let receivers: Arc<dyn Receivers> =
+        Arc::new(ReceiverStarter::spawn(&options.config, directories.runtime(), output)?);
+    proxy.receivers = Some(Arc::clone(&receivers));
     let guests = Arc::new(Guests::new(directories));
     let streams = Arc::new(Streams::default());
     let (told, of_guests, of_streams) = (output.clone(), Arc::clone(&guests), Arc::clone(&streams));
@@ -100,7 +105,7 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
             continue;
         }
         seen = now;
-        match reload(options, &current, &proxy, output) {
+        match reload(options, &current, (&proxy, &receivers), output) {
             Ok(fresh) => {
                 current = fresh;
                 remark(output, "the configuration has changed, and the new one is in use");
@@ -121,7 +126,7 @@ pub fn keeper_socket(directories: &Directories) -> PathBuf {
 fn reload(
     options: &DaemonOptions,
     current: &Configuration,
-    proxy: &Proxy,
+    (proxy, receivers): (&Proxy, &Arc<dyn Receivers>),
     output: &Output,
 ) -> Result<Configuration, Failure> {
     let fresh = Configuration::read(&options.config)?;
@@ -131,6 +136,7 @@ fn reload(
     }
     let mut config = fresh.proxy(output)?;
     config.journals = prepared_directories()?.journals();
+    config.receivers = Some(Arc::clone(receivers));
     let configured = proxy.reconfigure(config);
     configured.map_err(|error| Failure::of(Code::Usage, error))?;
     Ok(fresh)

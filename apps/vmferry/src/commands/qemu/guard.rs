@@ -19,6 +19,7 @@ use vmferry::{SourceConfig, VmError};
 use vmferry_control::{Handler, Server, ServerError, TlsFiles};
 use vmferry_handover::journal::JournalError;
 use vmferry_qemu::{AbandonedQemu, ProcessIdentity, QemuError, Release, Settings, wait_until_gone};
+use vmferry_transport::Ticket;
 use vmferry_wire::SessionId;
 
 use super::hook::{Call, Hook, Outcome};
@@ -59,6 +60,8 @@ pub struct GuardOrder {
     pub about: Value,
     /// The destination's address.
     pub to: String,
+    /// Whether the session's number is the ticket of its channels.
+    pub by_ticket: bool,
     /// This host's identity.
     pub tls: Option<TlsFiles>,
     /// The settings of QEMU's migration before vmferry changed them.
@@ -178,7 +181,8 @@ fn take_over(order: &GuardOrder, undecided: Undecided, output: &Output) -> Resul
     let server = bind(order, &orders, deadline);
     let mut config = SourceConfig::new(order.journals.clone());
     config.session = order.session;
-    let dialer = dialer(&order.to, order.tls.as_ref())?;
+    let mut dialer = dialer(&order.to, order.tls.as_ref())?;
+    dialer.ticket = order.by_ticket.then_some(Ticket(order.session.0));
     let mut qemu = AbandonedQemu::new(&order.qmp, Some(order.settings.clone()))
         .was_paused(order.paused)
         .left_in(order.pid, order.session, &order.journals);

@@ -5,8 +5,10 @@ use std::path::{Path, PathBuf};
 use serde_json::json;
 use vmferry_qemu::{Expected, QemuDestination, StartedQemu, View};
 use vmferry_sandbox::Files;
+use vmferry_transport::Address;
 
 use super::arrived::{self, Found, Left};
+use super::hook::Hook;
 use super::starter;
 use super::waiting::{Over, Waiting, is_of_another_user};
 use crate::args::ReceiveOptions;
@@ -68,10 +70,20 @@ fn report_unseen(qmp: &Path, output: &Output) {
 /// Starts a QEMU and receives into it.
 pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
     let listener = listen(options, output)?;
-    let receiver = format!("exec {} {command}", options.listen);
+    let receiver = match listener.local_address() {
+        // It is named after the session, and its template may have changed.
+        Address::Passed(_) => format!("exec {}", options.listen),
+        _ => format!("exec {} {command}", options.listen),
+    };
     let Found { left, kept } = arrived::find(&receiver, None, output)?;
     if let Left::Guest(arrived) = left {
         return arrived::answer_for(arrived, kept, listener, options, output);
+    }
+    if options.found_only {
+        if let Some(hook) = Hook::of(&options.hook)? {
+            kept.iter().for_each(|call| hook.run_after(call, output));
+        }
+        return Ok(());
     }
     let qmp = free_socket(prepared_directories()?.runtime());
     let starter = starter::spawn(command, &qmp)?;

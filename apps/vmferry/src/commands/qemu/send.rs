@@ -12,8 +12,9 @@ use vmferry::source::{Orders, Recovered, Report, recover};
 use vmferry_api::Recorded;
 use vmferry_control::{Directories, Server, ServerError, Started};
 use vmferry_handover::journal::{self, LaterSession, Record, SessionSummary, Verdict};
+use vmferry_proxy::{ReceiveRequest, ask_to_receive};
 use vmferry_qemu::{AbandonedQemu, Arrived, QemuError, Release, process_name};
-use vmferry_transport::{Dialer, RecordingSide};
+use vmferry_transport::{Address, Dialer, RecordingSide, Ticket};
 use vmferry_wire::{GuestIdentity, SessionId};
 
 use super::found::{Found, Moved, NotMoved};
@@ -43,7 +44,9 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     let saved = saved_run(&options.migration)?;
     let directory = prepared_directories()?;
     let mut config = source_config(options, directory.journals())?;
-    settle_unfinished(qmp, &config, &dialer, &directory, output)?;
+    let by_ticket = options.template.is_some();
+    must_have_a_port(by_ticket, &dialer.address)?;
+    settle_unfinished(qmp, &config, (&dialer, by_ticket), &directory, output)?;
     let found = Found::look(qmp, options)?;
     let (identity, pid) = (found.identity().clone(), found.pid());
     config.process = pid.and_then(process_name);
@@ -69,6 +72,12 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         ServerError::InUse { .. } => Failure::of(Code::Busy, error),
         error => Failure::of(Code::Internal, error),
     })?;
+    if let Some(template) = &options.template {
+        let (template, session) = (template.clone(), config.session);
+        let request = ReceiveRequest { template, guest: identity.clone(), session };
+        ask_to_receive(&dialer, &request)?;
+        dialer.ticket = Some(Ticket(session.0));
+    }
     let (on_signal, hook_on_signal) = (orders.clone(), gate.clone());
     crate::signals::on_end(move || {
         on_signal.cancel();
@@ -84,6 +93,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         socket,
         about,
         to,
+        by_ticket: dialer.ticket.is_some(),
         tls,
         settings: found.settings().clone(),
         paused: found.is_paused(),
@@ -169,6 +179,18 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     }
 }
 
+/// Daemons listen for TLS, or for TCP.
+fn must_have_a_port(by_ticket: bool, address: &Address) -> Result<(), Failure> {
+    match address {
+        Address::Tls { .. } | Address::Tcp { .. } => Ok(()),
+        _ if !by_ticket => Ok(()),
+        _ => {
+            let text = "--template is for a daemon: give --to the address of its port, HOST:PORT";
+            Err(Failure::new(Code::Usage, text))
+        }
+    }
+}
+
 /// The hook's `before` call.
 fn before(guest: &GuestIdentity, config: &SourceConfig, to: &str) -> Call {
     Call {
@@ -211,7 +233,7 @@ fn must_be_ours(
 fn settle_unfinished(
     qmp: &Path,
     config: &SourceConfig,
-    dialer: &Dialer,
+    (dialer, by_ticket): (&Dialer, bool),
     directory: &Directories,
     output: &Output,
 ) -> Result<(), Failure> {
@@ -253,7 +275,10 @@ fn settle_unfinished(
         let _server = Server::bind(&directory.socket(&name), service)
             .map_err(|error| Failure::of(Code::Busy, error))?;
         let qemu = AbandonedQemu::new(qmp, None);
-        match recover(qemu, dialer, config, &orders, &mut |_| {}) {
+        let mut dialer = dialer.clone();
+        // The session's receiver may still be there.
+        dialer.ticket = by_ticket.then_some(Ticket(session.0));
+        match recover(qemu, &dialer, config, &orders, &mut |_| {}) {
             Ok(Recovered::Kept(_)) => {}
             Ok(Recovered::Given(_)) => {
                 let text = "this guest was already handed over and runs at the destination: quit \

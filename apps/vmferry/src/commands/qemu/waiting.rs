@@ -3,11 +3,11 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use vmferry::destination::{Owned, Received, Stop, Witness, receive};
+use vmferry::destination::{Notice, Owned, Received, Report, Stop, Witness, receive};
 use vmferry::{DestinationConfig, DestinationVm, MigrateError};
 use vmferry_qemu::{QemuError, wait_until_gone};
 use vmferry_sandbox::{Files, Work};
@@ -47,6 +47,8 @@ pub(super) fn is_of_another_user(pid: u32) -> bool {
 pub(super) struct Waiting {
     pub(super) config: DestinationConfig,
     hook: Option<Arc<HookRunner>>,
+    /// How long to wait for the first source.
+    wait: Option<Duration>,
     stop: Stop,
     over: Sender<Over>,
     pub(super) is_over: Receiver<Over>,
@@ -74,7 +76,8 @@ impl Waiting {
             let _ = signaled.send(Over::Signaled);
         })?;
         announce(listener, &restrictions, output);
-        Ok(Self { config, hook: hook.map(Arc::new), stop, over, is_over })
+        let (hook, wait) = (hook.map(Arc::new), options.wait);
+        Ok(Self { config, hook, wait, stop, over, is_over })
     }
 
     /// Runs the hook for guests that never run here. It runs in a separate thread, because a source
@@ -101,7 +104,25 @@ impl Waiting {
         output: &Output,
     ) -> Result<Owned<Hooked<V>>, Failure> {
         let vm = Hooked::new(vm, self.hook.clone(), output);
-        match receive(listener, vm, &self.config, &self.stop, &mut |notice| tell(notice, output)) {
+        let (come, has_come) = channel();
+        if let Some(wait) = self.wait {
+            let (stop, output) = (self.stop.clone(), output.clone());
+            std::thread::Builder::new().name("first-source".into()).spawn(move || {
+                if has_come.recv_timeout(wait) == Err(RecvTimeoutError::Timeout) {
+                    let text = format!("no source has come within {} s", wait.as_secs());
+                    let event = json!({ "event": "no-source", "message": text });
+                    output.event(&event, || text.clone());
+                    stop.stop();
+                }
+            })?;
+        }
+        let mut watch = |notice: &Notice| {
+            if matches!(notice, Notice::Session(Report::Accepted { .. })) {
+                let _ = come.send(());
+            }
+            tell(notice, output);
+        };
+        match receive(listener, vm, &self.config, &self.stop, &mut watch) {
             Received::Nothing { error, .. } => Err(error.into()),
             Received::Owns(owned) => Ok(*owned),
         }

@@ -1,0 +1,156 @@
+//! Receivers of guests of QEMU, each in a process of its own that outlives the daemon.
+//!
+//! ```text
+//!  daemon <-- socket --> vmferry start-receivers --starts--> vmferry receive, one for each guest
+//!     |                                                            ^
+//!     +-------- connections with its ticket, as descriptors -------+
+//! ```
+//! The daemon reads from the network and starts nothing itself. The process that does so takes
+//! commands from the configuration file only.
+
+mod messages;
+pub mod process;
+mod receiver;
+mod record;
+pub mod template;
+
+use std::collections::HashMap;
+use std::io::{BufReader, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::{Sender, channel};
+
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use vmferry_handover::SessionId;
+use vmferry_proxy::{ReceiveRequest, Receivers};
+use vmferry_transport::PeerIdentity;
+use vmferry_wire::{Reason, ReasonCode};
+
+use self::messages::{Ask, Order, Said};
+use crate::exit::Failure;
+use crate::output::Output;
+
+/// The directory of sockets and records of receivers, in the runtime directory.
+pub fn directory(runtime: &Path) -> PathBuf {
+    runtime.join("receivers")
+}
+
+/// The daemon's end.
+#[derive(Debug)]
+pub struct ReceiverStarter {
+    directory: PathBuf,
+    asking: Arc<Mutex<Asking>>,
+}
+
+#[derive(Debug)]
+struct Asking {
+    socket: UnixStream,
+    number: u64,
+    /// `None` once the process has ended.
+    waiting: Option<HashMap<u64, Sender<Result<(), Reason>>>>,
+}
+
+impl ReceiverStarter {
+    /// Starts the process. It ends with the daemon.
+    pub fn spawn(config: &Path, runtime: &Path, output: &Output) -> Result<Self, Failure> {
+        let (ours, theirs) = UnixStream::pair()?;
+        let mut command = Command::new("/proc/self/exe");
+        command.args(["start-receivers", "--config"]).arg(std::path::absolute(config)?);
+        // A signal for the daemon's process group must reach neither it nor the receivers.
+        command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).process_group(0);
+        let child = command.spawn()?;
+        let socket = ours.try_clone()?;
+        let asking = Asking { socket, number: 0, waiting: Some(HashMap::new()) };
+        let asking = Arc::new(Mutex::new(asking));
+        let (of_thread, output) = (Arc::clone(&asking), output.clone());
+        std::thread::Builder::new()
+            .name("receivers".into())
+            .spawn(move || listen(ours, child, &of_thread, &output))?;
+        Ok(Self { directory: directory(runtime), asking })
+    }
+}
+
+impl Drop for ReceiverStarter {
+    fn drop(&mut self) {
+        // If it has ended already, so much the better.
+        let _ = self.asking.lock().socket.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+impl Receivers for ReceiverStarter {
+    fn start(&self, request: &ReceiveRequest, source: &PeerIdentity) -> Result<(), Reason> {
+        let ended = || {
+            let text = "the process that starts receivers there has ended: start the daemon again";
+            Reason::new(ReasonCode::Internal, text)
+        };
+        let ReceiveRequest { template, guest, session } = request.clone();
+        let source = source.names.first().cloned();
+        let order = Order { template, guest, session, source };
+        let (answer, answered) = channel();
+        let number = {
+            let mut asking = self.asking.lock();
+            asking.number += 1;
+            let number = asking.number;
+            asking.waiting.as_mut().ok_or_else(ended)?.insert(number, answer);
+            let line = messages::line(&Ask { number, order });
+            if line.and_then(|line| asking.socket.write_all(&line)).is_err() {
+                return Err(ended());
+            }
+            number
+        };
+        let answered = answered.recv().unwrap_or_else(|_| Err(ended()));
+        if let Some(waiting) = &mut self.asking.lock().waiting {
+            waiting.remove(&number);
+        }
+        answered
+    }
+
+    fn socket(&self, session: SessionId) -> PathBuf {
+        record::socket(&self.directory, session)
+    }
+}
+
+/// Reads what the process says, until it ends.
+fn listen(socket: UnixStream, mut child: Child, asking: &Mutex<Asking>, output: &Output) {
+    let mut reader = BufReader::new(socket);
+    while let Ok(Some(said)) = messages::read(&mut reader) {
+        match said {
+            Said::Answer { number, refusal } => {
+                let answer = match refusal {
+                    None => Ok(()),
+                    Some((code, text)) => Err(Reason::new(code.into(), &text)),
+                };
+                let mut asking = asking.lock();
+                let waiting = asking.waiting.as_mut().and_then(|all| all.remove(&number));
+                if let Some(waiting) = waiting {
+                    let _ = waiting.send(answer);
+                }
+            }
+            Said::Event { guest, session, said } => {
+                let event = json!({
+                    "event": "receiver", "guest": guest, "session": session, "said": said,
+                });
+                output.event(&event, || format!("receiver of {guest}: {}", in_words(&said)));
+            }
+        }
+    }
+    asking.lock().waiting = None;
+    // A process that has closed its socket ends.
+    let _ = child.wait();
+}
+
+/// A receiver's event for people.
+fn in_words(said: &Value) -> String {
+    let text = |value: &Value| value.as_str().map(str::to_owned);
+    if let Some(message) = text(&said["error"]["message"]) {
+        return message;
+    }
+    let name = text(&said["event"]).unwrap_or_else(|| "notice".into());
+    let more = ["message", "reason", "why"].iter().find_map(|member| text(&said[*member]));
+    more.map_or_else(|| name.clone(), |more| format!("{name}: {more}"))
+}
