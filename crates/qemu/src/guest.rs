@@ -15,8 +15,8 @@ const CANCEL_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long QEMU may take to obey a `migrate-continue`.
 const FOLLOW_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// From this version on, QEMU's own migration sees all writes of an emulated guest to its first
-/// memory block.
+/// From this version on, QEMU's own migration tells emulated vCPUs which pages of their first
+/// memory block are clean again.
 const SEES_THE_FIRST_BLOCK: Version = Version { major: 9, minor: 0, micro: 0 };
 
 /// Bytes that one word of QEMU's dirty log covers.
@@ -58,16 +58,27 @@ pub fn must_be_migratable(qmp: &mut Qmp) -> Result<(), QemuError> {
     Ok(())
 }
 
-/// Whether QEMU loses some of its guest's writes while it migrates the guest.
+/// Whether QEMU loses some of its guest's writes while it migrates the guest, so often that the
+/// guest must not run meanwhile. With KVM the kernel keeps the dirty log, and none is lost.
 ///
-/// When QEMU before 9.0 syncs whole words of its dirty log, which it does for blocks of a multiple
-/// of 64 pages, it fails to tell emulated vCPUs that a page is clean again: later writes to that
-/// page are not sent. Since 9.0 it tells them, but with block-relative addresses where global ones
-/// are expected, so that only the first block is right. Seen with 7.2, and with 10.0 and two
-/// blocks: occasionally a guest arrives corrupted. Source: QEMU `include/exec/ram_addr.h`,
-/// `cpu_physical_memory_sync_dirty_bitmap`, and what it passes to
-/// `cpu_physical_memory_dirty_bits_cleared`; the commit "physmem: Fix migration dirty bitmap
-/// coherency with TCG memory access" of 2024. With KVM the kernel keeps the log.
+/// A vCPU that QEMU emulates (TCG) notes a page as dirty when it first writes the page, and then
+/// writes it without looking, until QEMU tells it that the page is clean again.
+///
+/// - QEMU before 9.0 does not tell it when it syncs the dirty log by words, which it does for
+///   blocks of a multiple of 64 pages: later writes are not sent. Since 9.0 it does, but with
+///   block-relative addresses where global ones are expected, so that only the first block is
+///   right. Seen with 7.2, and with 10.0 and two blocks.
+/// - Any other block is synced page by page. A vCPU sets a page's bit, and then remembers that the
+///   page is dirty. If the migration clears the bit and tells the vCPU between these two, the vCPU
+///   forgets that it was told. Seen with 10.0, also with one thread for all vCPUs: in 7 of 200
+///   migrations whose threads had to share a CPU a page was lost (`plain_moves` of the QEMU lab).
+///
+/// The second case can happen with words too. But then the vCPU must be interrupted between the
+/// two, and until the whole block is synced. It was not seen in 180 such migrations.
+///
+/// Sources: QEMU `include/exec/ram_addr.h`, `cpu_physical_memory_sync_dirty_bitmap`, and what it
+/// passes to `cpu_physical_memory_dirty_bits_cleared`; the commit "physmem: Fix migration dirty
+/// bitmap coherency with TCG memory access" of 2024; `accel/tcg/cputlb.c`, `notdirty_write`.
 pub fn loses_writes(qmp: &mut Qmp) -> Result<bool, QmpError> {
     if qmp.execute("query-kvm", json!({}))?["enabled"] == true {
         return Ok(false);
@@ -80,8 +91,8 @@ pub fn loses_writes(qmp: &mut Qmp) -> Result<bool, QmpError> {
         .filter_map(|backend| backend["size"].as_u64())
         .collect();
     // QEMU does not report which of several backends is the first.
-    let first_alone = qmp.version() >= SEES_THE_FIRST_BLOCK && sizes.len() < 2;
-    Ok(!first_alone && sizes.iter().any(|bytes| bytes.is_multiple_of(WHOLE_WORD)))
+    let is_synced_right = matches!(sizes[..], [alone] if alone.is_multiple_of(WHOLE_WORD));
+    Ok(qmp.version() < SEES_THE_FIRST_BLOCK || !is_synced_right)
 }
 
 /// Ends QEMU's own migration, if one is under way. The reader of its streams must read on, or be

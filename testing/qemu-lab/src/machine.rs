@@ -20,9 +20,8 @@ pub struct Machine {
     pub kind: &'static str,
     /// Memory.
     pub mib: u64,
-    /// KiB by which its memory is smaller. QEMU before 9.0 loses writes of an emulated guest in its
-    /// own migration if the size of its memory is a multiple of 256 KiB, and later versions do if
-    /// it has two nodes of such a size.
+    /// KiB by which its memory is smaller. How QEMU loses writes of an emulated guest in its own
+    /// migration depends on whether the size of a block is a multiple of 256 KiB.
     pub less_kib: u64,
     /// Number of vCPUs.
     pub vcpus: u32,

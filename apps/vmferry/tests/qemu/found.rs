@@ -90,8 +90,7 @@ fn apart() -> Vec<String> {
 
 #[test]
 fn qemu_in_another_pid_namespace_is_carried_and_its_end_noticed() {
-    let machine =
-        Machine { mib: 128, less_kib: 64, ..Machine::new(Version::V10_0, "dirty=8 rest=2000") };
+    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8 rest=2000") };
     let machine = Machine { backend: Backend::Private, ..machine };
     let mut scene = Scene::of(machine, Way::Carried);
     let there = scene.machine.incoming(&scene.lab, "apart");

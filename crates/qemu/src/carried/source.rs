@@ -116,8 +116,8 @@ impl CarriedSource {
     }
 
     /// Whether the guest must be paused for its whole migration, because QEMU would lose a part of
-    /// what it writes meanwhile. Without KVM this is so for QEMU before 9.0 with memory of a usual
-    /// size, and for later ones with several memory backends.
+    /// what it writes meanwhile. Without KVM this is so for QEMU before 9.0, and for later ones
+    /// unless they have one memory backend, whose size is a multiple of 256 KiB.
     #[must_use]
     pub fn must_stand_still(&self) -> bool {
         self.must_stand_still

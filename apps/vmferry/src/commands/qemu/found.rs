@@ -61,10 +61,9 @@ impl Found {
                         Code::NotConverging,
                         format!(
                             "QEMU {version} without KVM loses some of its guest's writes during \
-                             a migration (fixed in QEMU 9.0 for memory of one backend), so the \
-                             guest would be paused for the whole migration: allow that with \
-                             --when-stuck switch-over, or give it memory whose size is not a \
-                             multiple of 256 KiB{}",
+                             a migration (less so since QEMU 9.0 with one memory backend, whose \
+                             size is a multiple of 256 KiB), so the guest would be paused for the \
+                             whole migration: allow that with --when-stuck switch-over{}",
                             else_attach.unwrap_or_default()
                         ),
                     ));
