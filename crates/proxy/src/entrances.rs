@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::io;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use vmferry_handover::SessionId;
@@ -18,7 +18,7 @@ use crate::error::ProxyError;
 use crate::event::ProxyEvent;
 use crate::libvirt;
 use crate::outgoing::open;
-use crate::proxy::{Ends, Shared};
+use crate::proxy::{Ends, Entry, Shared};
 use crate::records::Target;
 use crate::stream::Waker;
 
@@ -123,7 +123,7 @@ fn listen_for_libvirt(shared: &Arc<Shared>, peer: String) -> Result<LocalSocket,
             libvirt::depart(&shared, &peer, session, socket).map_err(|error| error.to_string())
         });
         match ends {
-            Ok(ends) => open(&shared, &peer, target, ends),
+            Ok(ends) => drop(open(&shared, &peer, target, ends, None)),
             Err(reason) => refuse(&shared, &target, reason),
         }
     })
@@ -135,11 +135,12 @@ fn listen_for_rule(
     leads_to: Arc<Mutex<(String, String)>>,
 ) -> Result<LocalSocket, ProxyError> {
     let listener = LocalListener::new(&shared.access, Entrance::Rule { name: rule.to_owned() })?;
-    let shared = Arc::downgrade(shared);
+    let (shared, mut last) = (Arc::downgrade(shared), Weak::new());
     LocalSocket::start(listener, move |socket| {
         let Some(shared) = shared.upgrade() else { return };
         let (peer, name) = leads_to.lock().clone();
-        open_plain(&shared, &peer, Target::Forward { name }, socket);
+        last = open_plain(&shared, &peer, Target::Forward { name }, socket, last.upgrade())
+            .map_or_else(Weak::new, |entry| Arc::downgrade(&entry));
     })
 }
 
@@ -151,6 +152,7 @@ pub(crate) fn listen_for_migration(
     shared: &Arc<Shared>,
     peer: &str,
     file: String,
+    opened: Arc<OpenedStreams>,
 ) -> Result<LocalSocket, ProxyError> {
     let entrance = Entrance::Migration { peer: peer.to_owned(), file: file.clone() };
     let listener = LocalListener::new(&shared.access, entrance)?;
@@ -158,16 +160,51 @@ pub(crate) fn listen_for_migration(
     let target = Target::Socket { directory: peer.clone(), file };
     let socket = LocalSocket::start(listener, move |socket| {
         let Some(shared) = shared.upgrade() else { return };
-        open_plain(&shared, &peer, target.clone(), socket);
+        let entry = open_plain(&shared, &peer, target.clone(), socket, opened.last());
+        opened.add(entry);
     })?;
     socket.begin();
     Ok(socket)
 }
 
-fn open_plain(shared: &Arc<Shared>, peer: &str, target: Target, socket: UnixStream) {
+fn open_plain(
+    shared: &Arc<Shared>,
+    peer: &str,
+    target: Target,
+    socket: UnixStream,
+    after: Option<Arc<Entry>>,
+) -> Option<Arc<Entry>> {
     match Ends::plain(socket) {
-        Ok(ends) => open(shared, peer, target, ends),
-        Err(error) => refuse(shared, &target, error.to_string()),
+        Ok(ends) => open(shared, peer, target, ends, after),
+        Err(error) => {
+            refuse(shared, &target, error.to_string());
+            None
+        }
+    }
+}
+
+/// The streams of a migration's memory and disks, in the order of their connections.
+#[derive(Debug, Default)]
+pub(crate) struct OpenedStreams(Mutex<Vec<Weak<Entry>>>);
+
+impl OpenedStreams {
+    fn add(&self, entry: Option<Arc<Entry>>) {
+        let mut all = self.0.lock();
+        all.retain(|known| known.strong_count() > 0);
+        all.extend(entry.as_ref().map(Arc::downgrade));
+    }
+
+    fn last(&self) -> Option<Arc<Entry>> {
+        self.0.lock().last().and_then(Weak::upgrade)
+    }
+
+    /// Waits until the peer has connected all of them to its programs, or they are over, or the
+    /// time has come.
+    pub fn await_first_links(&self, deadline: Instant) {
+        let all: Vec<_> = self.0.lock().iter().filter_map(Weak::upgrade).collect();
+        for entry in all {
+            entry.stream.await_first_link(deadline);
+        }
     }
 }
 

@@ -40,7 +40,7 @@ pub use error::ProxyError;
 pub use event::{Observer, ProxyEvent, Side, StreamName};
 pub use host_sockets::{HostSockets, Places};
 pub use keeper::{KeeperProgram, connect as connect_to_keeper, serve as serve_keeper};
-pub use libvirt::{Domains, DoubtStatus, MigrationStatus, Phase, answer_held};
+pub use libvirt::{DomainState, Domains, DoubtStatus, MigrationStatus, Phase, answer_held};
 pub use outgoing::LIBVIRT_SOCKET;
 pub use probes::HostReport;
 pub use proxy::{BoundProxy, Proxy, StreamStatus};

@@ -22,18 +22,35 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// Begins a stream for a local connection, with a thread that keeps it linked.
-pub(crate) fn open(shared: &Arc<Shared>, peer: &str, target: Target, ends: Ends) {
+///
+/// The peer connects it to its program after the stream `after`: QEMU before 8.0 takes the first
+/// connection for the main channel of a migration.
+pub(crate) fn open(
+    shared: &Arc<Shared>,
+    peer: &str,
+    target: Target,
+    ends: Ends,
+    after: Option<Arc<Entry>>,
+) -> Option<Arc<Entry>> {
     let mut token = [0; 16];
     if let Err(error) = getrandom::fill(&mut token) {
-        return refuse(shared, &target, format!("no random number: {error}"));
+        refuse(shared, &target, format!("no random number: {error}"));
+        return None;
     }
     let name = (peer.to_owned(), target.to_string(), Side::Opener);
     let entry = match shared.begin(token, name, None, ends) {
         Ok(entry) => entry,
-        Err(reason) => return refuse(shared, &target, reason),
+        Err(reason) => {
+            refuse(shared, &target, reason);
+            return None;
+        }
     };
     let (of_thread, of_entry) = (Arc::clone(shared), Arc::clone(&entry));
     let spawned = std::thread::Builder::new().name("link".into()).spawn(move || {
+        if let Some(earlier) = after {
+            let deadline = Instant::now() + of_thread.config().timings.reconnect;
+            earlier.stream.await_first_link(deadline);
+        }
         keep_linked(&of_thread, &of_entry, &target);
         of_thread.end(&of_entry);
     });
@@ -41,6 +58,7 @@ pub(crate) fn open(shared: &Arc<Shared>, peer: &str, target: Target, ends: Ends)
         entry.stream.fail(StreamFailure::Local { problem: error.to_string() });
         shared.end(&entry);
     }
+    Some(entry)
 }
 
 /// Why a link could not be made.

@@ -23,7 +23,17 @@ use super::ledger::{Ledger, LedgerError};
 /// Asks this host's libvirt about a domain, on a connection of its own.
 pub trait Domains: std::fmt::Debug + Send + Sync {
     /// The state of the domain with this UUID.
-    fn look(&self, guest: &GuestIdentity) -> DomainSeen;
+    fn look(&self, guest: &GuestIdentity) -> DomainState;
+}
+
+/// What this host's libvirt says about a domain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DomainState {
+    /// What it says about the domain's Finish. A domain in post-copy waits, although it runs: after
+    /// a successful answer the source's libvirt would kill the QEMU that has the rest of its memory.
+    Seen(DomainSeen),
+    /// The domain runs, and its post-copy has failed.
+    PostCopyFailed,
 }
 
 /// The sessions that this daemon leads.
@@ -151,8 +161,8 @@ impl Arrivals {
         peer: &PeerIdentity,
         domains: Option<&dyn Domains>,
     ) -> Result<FinishAnswer, LedgerError> {
-        let look =
-            |guest: &GuestIdentity| domains.map_or(DomainSeen::NoAnswer, |all| all.look(guest));
+        let unknown = DomainState::Seen(DomainSeen::NoAnswer);
+        let look = |guest: &GuestIdentity| domains.map_or(unknown, |all| all.look(guest));
         if let Some(arrival) = self.get(session) {
             let answer = arrival.lock().answer(peer, look);
             self.let_go(session, &arrival);
@@ -172,7 +182,8 @@ impl Arrivals {
             }
             // libvirt may take its time, and meanwhile an operator may decide.
             let now = look(&guest);
-            if now != DomainSeen::Runs {
+            let says_it = DomainState::Seen(DomainSeen::Runs);
+            if now != says_it && now != DomainState::PostCopyFailed {
                 return Ok(FinishAnswer::AskAgain);
             }
             seen = Some(now);
@@ -234,7 +245,7 @@ impl Arrival {
     fn answer(
         &mut self,
         peer: &PeerIdentity,
-        look: impl FnOnce(&GuestIdentity) -> DomainSeen,
+        look: impl FnOnce(&GuestIdentity) -> DomainState,
     ) -> Result<FinishAnswer, LedgerError> {
         if self.names != peer.names {
             return Ok(FinishAnswer::Unknown);
@@ -247,7 +258,16 @@ impl Arrival {
             // The reply will come.
             DestinationAction::Look if self.connected => Ok(FinishAnswer::AskAgain),
             DestinationAction::Look => {
-                let step = self.ledger.state().looked(look(&self.guest))?;
+                let step = match look(&self.guest) {
+                    DomainState::Seen(seen) => self.ledger.state().looked(seen)?,
+                    // libvirt's own reply is an error then. The source's libvirt does not resume
+                    // its guest after it, but lets somebody resume the post-copy.
+                    DomainState::PostCopyFailed => {
+                        let failed = self.ledger.state().reply(FinishWord::DoesNotRun)?;
+                        self.ledger.take(failed)?;
+                        self.ledger.state().asked()
+                    }
+                };
                 match self.ledger.take(step)? {
                     DestinationAction::Answer(answer) => Ok(answer),
                     _ => Ok(FinishAnswer::AskAgain),

@@ -29,13 +29,13 @@ use vmferry_wire::GuestIdentity;
 
 use crate::access::{self, Exit, SocketOrder};
 use crate::config::is_plain_name;
-use crate::entrances::{LocalSocket, listen_for_migration};
+use crate::entrances::{LocalSocket, OpenedStreams, listen_for_migration};
 use crate::error::ProxyError;
 use crate::event::ProxyEvent;
 use crate::keeper::HeldConnection;
 use crate::outgoing::LIBVIRT_SOCKET;
 use crate::proxy::{Ends, Shared};
-pub use arrivals::Domains;
+pub use arrivals::{DomainState, Domains};
 pub(crate) use attend::start as attend;
 use ledger::{LedgerError, LeftDeparture};
 pub(crate) use migrations::Migrations;
@@ -55,14 +55,16 @@ pub(crate) fn depart(
     socket: UnixStream,
 ) -> std::io::Result<Ends> {
     let directory = shared.config().directory.join(peer);
-    let session = Session::new(shared, peer.to_owned(), session, Part::source(), socket);
+    let opened = Arc::new(OpenedStreams::default());
+    let part = Part::source(Arc::clone(&opened));
+    let session = Session::new(shared, peer.to_owned(), session, part, socket);
     let of_gate = Arc::downgrade(&session);
     let (shared, peer) = (Arc::downgrade(shared), peer.to_owned());
     let mut sockets: Vec<LocalSocket> = Vec::new();
     let admit = move |call: &PrepareCall| {
         let Some(shared) = shared.upgrade() else { return Err("the daemon ends".into()) };
         for file in files_of(call, &directory)? {
-            let socket = listen_for_migration(&shared, &peer, file);
+            let socket = listen_for_migration(&shared, &peer, file, Arc::clone(&opened));
             sockets.push(socket.map_err(|error| vmferry::chain(&error))?);
         }
         begin(&of_gate, call)

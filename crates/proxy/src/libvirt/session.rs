@@ -4,6 +4,7 @@ use std::io;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use vmferry_handover::{FinishAnswer, FinishWord, SessionId};
@@ -14,8 +15,14 @@ use super::ledger::{LedgerError, SourceLedger};
 use super::settle::Unanswered;
 use super::shelter::{Awaited, MAX_AWAITED, has_ended};
 use super::{MigrationStatus, Phase};
+use crate::entrances::OpenedStreams;
 use crate::event::{ProxyEvent, Side};
 use crate::proxy::Shared;
+
+/// How long a Finish waits for streams that the peer has not connected to its QEMU yet. When a
+/// post-copy is resumed, libvirt calls Finish at once, and it fails if QEMU has no connection. Short
+/// enough that libvirt does not miss the answers to its pings.
+const FINISH_DELAY: Duration = Duration::from_secs(10);
 
 /// What both directions of a connection share. The migration's connection has ended when the last
 /// of them is dropped.
@@ -40,6 +47,8 @@ pub(super) enum Part {
         ledger: Option<SourceLedger>,
         /// The Finish that was sent and not answered.
         finish: Option<FinishCall>,
+        /// The migration's streams.
+        opened: Arc<OpenedStreams>,
     },
     /// Its libvirt is called.
     Destination {
@@ -51,8 +60,8 @@ pub(super) enum Part {
 }
 
 impl Part {
-    pub fn source() -> Self {
-        Self::Source { ledger: None, finish: None }
+    pub fn source(opened: Arc<OpenedStreams>) -> Self {
+        Self::Source { ledger: None, finish: None, opened }
     }
 
     pub fn destination(source: PeerIdentity) -> Self {
@@ -137,10 +146,17 @@ impl Session {
         if call.cancelled {
             return Ok(());
         }
+        let opened = match &*self.part.lock() {
+            Part::Source { opened, .. } => Some(Arc::clone(opened)),
+            Part::Destination { .. } => None,
+        };
+        if let Some(opened) = opened {
+            opened.await_first_links(Instant::now() + FINISH_DELAY);
+        }
         // `replies` is never locked after `part`.
         let socket = self.socket().map_err(|error| error.to_string())?;
         let passed = match &mut *self.part.lock() {
-            Part::Source { ledger: Some(ledger), finish } => {
+            Part::Source { ledger: Some(ledger), finish, .. } => {
                 if let Some(keeper) = &shared.keeper {
                     let held = keeper.hold(self.session, call.serial, &socket);
                     held.map_err(|error| format!("the keeper does not answer: {error}"))?;
@@ -218,7 +234,7 @@ impl Session {
                     Err(_) => FinishWord::DoesNotRun,
                 };
                 let noted = match &mut *self.part.lock() {
-                    Part::Source { ledger: Some(ledger), finish: Some(_) } => {
+                    Part::Source { ledger: Some(ledger), finish: Some(_), .. } => {
                         ledger.hear(FinishAnswer::Word(word)).map(drop)
                     }
                     Part::Destination { finishing, .. } if *finishing => {
@@ -331,7 +347,7 @@ impl Drop for Session {
             _ => shared.migrations.ended(self.number),
         };
         match self.part.get_mut() {
-            Part::Source { ledger, finish } => {
+            Part::Source { ledger, finish, .. } => {
                 if let (Some(ledger), Some(call), Ok(socket)) =
                     (ledger.take(), finish.take(), socket)
                 {

@@ -41,6 +41,9 @@ pub enum StreamFailure {
         /// How.
         problem: String,
     },
+    /// The program at the other host has closed its connection, which the local one must not see.
+    #[error("the program at the other host closed its connection before its answer")]
+    Deserted,
     /// The daemon ends.
     #[error("the daemon ends")]
     Ending,

@@ -54,7 +54,7 @@ impl Stream {
         let mut state = self.state.lock();
         state.is_present(link)?;
         state.window.resume(received)?;
-        state.unlinked = None;
+        (state.unlinked, state.was_linked) = (None, true);
         // An acknowledgement may have been lost with the last link.
         state.placed_due = state.inbox.placed() > 0;
         drop(state);
@@ -71,6 +71,17 @@ impl Stream {
         }
         drop(state);
         self.wake_all();
+    }
+
+    /// Waits until the peer has connected the stream to its program, the stream is over, or the
+    /// time has come.
+    pub fn await_first_link(&self, deadline: Instant) {
+        let mut state = self.state.lock();
+        while !state.was_linked && state.failure.is_none() && !state.is_complete() {
+            if self.changed.wait_until(&mut state, deadline).timed_out() {
+                return;
+            }
+        }
     }
 
     /// Waits until a link after this one has begun, the stream is over, or the time has come.

@@ -58,7 +58,9 @@ impl LocalWriter {
         let mut unread = false;
         while let Some(frame) = self.stream.next_to_write() {
             let last = frame.header().is_some_and(|header| header.kind == FrameKind::EndOfRound);
-            if last {
+            if last && self.stream.is_sheltered() {
+                return self.stream.fail(StreamFailure::Deserted);
+            } else if last {
                 // The process may have gone.
                 let _ = self.socket.shutdown(Shutdown::Write);
             } else if !unread {

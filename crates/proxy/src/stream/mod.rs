@@ -118,6 +118,8 @@ struct State {
     closer: Option<ChannelCloser>,
     /// When the last link ended.
     unlinked: Option<Instant>,
+    /// There was a link, so the peer has connected the stream to its program.
+    was_linked: bool,
     failure: Option<StreamFailure>,
     reset_due: bool,
 }
@@ -156,13 +158,18 @@ impl Stream {
         let told = !matches!(failure, StreamFailure::Peer { .. } | StreamFailure::Refused { .. });
         (state.reset_due, state.failure) = (told, Some(failure));
         drop(state);
-        if self.is_sheltered.load(Ordering::Acquire) {
+        if self.is_sheltered() {
             self.waker.wake();
         } else {
             // An error means that the process has gone.
             let _ = self.local.shutdown(Shutdown::Both);
         }
         self.wake_all();
+    }
+
+    /// Whether the local program must not see its connection end.
+    fn is_sheltered(&self) -> bool {
+        self.is_sheltered.load(Ordering::Acquire)
     }
 
     /// Why the stream failed, if it did.

@@ -4,7 +4,7 @@ use std::process::{Command, Output};
 
 use uuid::Uuid;
 use vmferry_handover::{DomainSeen, GuestIdentity};
-use vmferry_proxy::Domains;
+use vmferry_proxy::{DomainState, Domains};
 
 /// libvirt of this host.
 const URI: &str = "qemu:///system";
@@ -17,8 +17,12 @@ const TIMEOUT_S: &str = "40";
 pub struct LibvirtDomains;
 
 impl Domains for LibvirtDomains {
-    fn look(&self, guest: &GuestIdentity) -> DomainSeen {
-        DomainLook::at(guest.uuid).seen
+    fn look(&self, guest: &GuestIdentity) -> DomainState {
+        let look = DomainLook::at(guest.uuid);
+        match look.said.ends_with("(post-copy failed)") {
+            true => DomainState::PostCopyFailed,
+            false => DomainState::Seen(look.seen),
+        }
     }
 }
 

@@ -12,8 +12,8 @@ const SESSION: SessionId = SessionId([8; 16]);
 struct Seen(DomainSeen);
 
 impl Domains for Seen {
-    fn look(&self, _: &GuestIdentity) -> DomainSeen {
-        self.0
+    fn look(&self, _: &GuestIdentity) -> DomainState {
+        DomainState::Seen(self.0)
     }
 }
 
@@ -55,6 +55,29 @@ fn session_is_led_until_its_connection_ends() {
     let stranger = arrivals.asked(place.path(), SESSION, &source("host-c"), None).unwrap();
     assert_eq!(stranger, FinishAnswer::Unknown);
     assert!(arrivals.led.lock().is_empty());
+}
+
+#[derive(Debug)]
+struct PostCopyFailed;
+
+impl Domains for PostCopyFailed {
+    fn look(&self, _: &GuestIdentity) -> DomainState {
+        DomainState::PostCopyFailed
+    }
+}
+
+/// The source's libvirt kills its QEMU, which has the rest of the memory, after any other word.
+#[test]
+fn failed_post_copy_is_not_told_as_success() {
+    let place = tempfile::tempdir().unwrap();
+    let arrivals = begun(place.path());
+    assert!(arrivals.pass(SESSION).unwrap());
+    arrivals.disconnected(SESSION);
+    let word = FinishAnswer::Word(FinishWord::DoesNotRun);
+    let asked =
+        arrivals.asked(place.path(), SESSION, &source("host-a"), Some(&PostCopyFailed)).unwrap();
+    assert_eq!(asked, word);
+    assert_eq!(ask(&arrivals, place.path(), DomainSeen::Runs), word);
 }
 
 #[test]
