@@ -1,6 +1,7 @@
 //! Disks of a domain.
 
 use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use vmferry_qemu_lab::qcow2_image;
@@ -65,6 +66,28 @@ impl LibvirtHost {
         let path = Path::new(OWN_DISKS).join(name);
         create(&self.path(&path), mib, format);
         Disk { path, format }
+    }
+
+    /// Creates a raw disk with content that can't be compressed, and that only this host has.
+    ///
+    /// # Panics
+    /// If it can't be created.
+    pub fn create_filled_disk(&self, name: &str, mib: u64) -> Disk {
+        let path = Path::new(OWN_DISKS).join(name);
+        let random = File::open("/dev/urandom").expect("there are random numbers");
+        let copied = File::create(self.path(&path))
+            .and_then(|mut file| std::io::copy(&mut random.take(mib << 20), &mut file));
+        copied.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        Disk { path, format: ImageFormat::Raw }
+    }
+
+    /// The content of a disk's image on this host.
+    ///
+    /// # Panics
+    /// If it can't be read.
+    pub fn read_disk(&self, disk: &Disk) -> Vec<u8> {
+        let path = self.path(&disk.path);
+        std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
     }
 }
 

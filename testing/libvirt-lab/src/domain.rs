@@ -1,8 +1,8 @@
 //! The definition of a domain as XML.
 
 use uuid::Uuid;
-use vmferry_qemu_lab::Fixture;
 
+use crate::boot::BootFiles;
 use crate::guest::CONSOLES;
 use crate::{Disk, LibvirtVersion};
 
@@ -73,10 +73,8 @@ impl Domain {
     }
 
     /// The definition for a version of libvirt.
-    #[must_use]
-    pub fn xml(&self, version: LibvirtVersion) -> String {
+    pub(crate) fn xml(&self, version: LibvirtVersion, software: &BootFiles) -> String {
         let Self { name, uuid, mib, vcpus, machine, .. } = self;
-        let software = Fixture::new();
         let (kind, namespace, boot, cpu, backing);
         match self.guest {
             Guest::Linux => {
@@ -84,7 +82,7 @@ impl Domain {
                 namespace = " xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'";
                 boot = format!(
                     "<kernel>{}</kernel><initrd>{}</initrd>\
-                     <cmdline>console=ttyS0 quiet panic=-1 no_timer_check {}</cmdline>",
+                     <cmdline>console=ttyS0 quiet panic=-1 {}</cmdline>",
                     software.kernel.display(),
                     software.initramfs.display(),
                     self.workload

@@ -21,14 +21,23 @@ impl LibvirtHost {
     /// # Panics
     /// If libvirt can't.
     pub fn define_and_start(&self, domain: &Domain) {
-        self.virsh_ok(&["define", self.write_xml(domain).to_str().expect("a path is text")]);
+        self.define(domain);
         self.virsh_ok(&["start", &domain.name]);
+    }
+
+    /// Defines a persistent domain and does not start it.
+    ///
+    /// # Panics
+    /// If libvirt can't.
+    pub fn define(&self, domain: &Domain) {
+        self.virsh_ok(&["define", self.write_xml(domain).to_str().expect("a path is text")]);
     }
 
     /// Writes a domain's definition to a file, and returns the file's path on this host.
     fn write_xml(&self, domain: &Domain) -> PathBuf {
         let path = Path::new("/run").join(format!("{}.xml", domain.name));
-        std::fs::write(self.path(&path), domain.xml(self.version())).expect("/run can be written");
+        let xml = domain.xml(self.version(), self.boot());
+        std::fs::write(self.path(&path), xml).expect("/run can be written");
         path
     }
 
@@ -43,7 +52,10 @@ impl LibvirtHost {
             return Some(String::from_utf8_lossy(&output.stdout).trim().to_owned());
         }
         let problem = String::from_utf8_lossy(&output.stderr);
-        assert!(problem.contains("failed to get domain"), "domstate {name}: {problem}");
+        // It may end between two calls of virsh.
+        let gone = ["failed to get domain", "Domain not found"];
+        let gone = gone.iter().any(|text| problem.contains(text));
+        assert!(gone, "domstate {name}: {problem}");
         None
     }
 

@@ -10,10 +10,31 @@ use std::process::{Child, Command, Output, Stdio};
 use parking_lot::Mutex;
 use tempfile::TempDir;
 
+use crate::boot::BootFiles;
 use crate::{LibvirtVersion, PATIENCE, last_lines, poll};
 
 /// The driver that commands use.
 const DRIVER: &str = "qemu:///system";
+
+/// The user that a host's libvirt runs QEMU as.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QemuUser {
+    /// `root`, which may use `/dev/kvm` and userfaultfd everywhere.
+    Root,
+    /// `libvirt-qemu`, as Debian's packages configure it. libvirt gives it the files of each guest.
+    LibvirtQemu,
+}
+
+impl QemuUser {
+    /// The user's name, which is also the name of its group.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Root => "root",
+            Self::LibvirtQemu => "libvirt-qemu",
+        }
+    }
+}
 
 /// A host with a libvirt daemon. Every process on it is killed on drop, and also if the process of
 /// the test is killed.
@@ -22,6 +43,7 @@ pub struct LibvirtHost {
     name: String,
     version: LibvirtVersion,
     network: Option<PathBuf>,
+    boot: BootFiles,
     libvirtd: Mutex<Option<Child>>,
     /// The process that keeps the namespaces until its standard input ends.
     keeper: Child,
@@ -40,16 +62,31 @@ impl LibvirtHost {
     /// If the caller is not root, packages are missing, or the daemon does not start.
     #[must_use]
     pub fn start(name: &str, version: LibvirtVersion, network: Option<&Path>) -> Self {
+        Self::start_with(name, version, network, QemuUser::Root)
+    }
+
+    /// The same with a user for QEMU.
+    ///
+    /// # Panics
+    /// As [`start`](Self::start).
+    #[must_use]
+    pub fn start_with(
+        name: &str,
+        version: LibvirtVersion,
+        network: Option<&Path>,
+        user: QemuUser,
+    ) -> Self {
         let directory =
             tempfile::Builder::new().prefix("vmferry-libvirt-").tempdir().expect("a directory");
-        let mut keeper = spawn_keeper(name, version, network, directory.path());
+        let mut keeper = spawn_keeper(name, version, network, directory.path(), user);
         let output = keeper.stdout.take().expect("it is a pipe");
         let mut line = String::new();
         let read = BufReader::new(output).read_line(&mut line);
-        let host = Self {
+        let mut host = Self {
             name: name.to_owned(),
             version,
             network: network.map(Path::to_owned),
+            boot: BootFiles::shared(),
             libvirtd: Mutex::new(None),
             keeper,
             directory,
@@ -59,6 +96,10 @@ impl LibvirtHost {
             "the namespaces of a libvirt host can't be made; this needs root: {read:?}: {}",
             last_lines(&host.keeper_log(), 5)
         );
+        if user != QemuUser::Root {
+            // libvirt changes the owner of the files that a guest boots.
+            host.boot = host.boot.copied(|path| host.path(path));
+        }
         host.start_libvirtd();
         host
     }
@@ -71,6 +112,11 @@ impl LibvirtHost {
     /// The version of its libvirt.
     pub fn version(&self) -> LibvirtVersion {
         self.version
+    }
+
+    /// The files that guests boot, on this host.
+    pub(crate) fn boot(&self) -> &BootFiles {
+        &self.boot
     }
 
     /// A command that runs a program on the host, with `/` as the working directory. The started
@@ -207,8 +253,14 @@ fn spawn_keeper(
     version: LibvirtVersion,
     network: Option<&Path>,
     directory: &Path,
+    user: QemuUser,
 ) -> Child {
-    let capabilities = vmferry_kit::packages("libvirt").join("capabilities").join(version.number());
+    let capabilities = vmferry_kit::packages("libvirt").join("capabilities");
+    // libvirt finds other capabilities as a user who may not use `/dev/kvm`.
+    let capabilities = capabilities.join(match user {
+        QemuUser::Root => version.number().to_owned(),
+        user => format!("{}-{}", version.number(), user.name()),
+    });
     std::fs::create_dir_all(&capabilities).expect("a directory can be made");
     let mut command;
     if let Some(network) = network {
@@ -222,6 +274,7 @@ fn spawn_keeper(
     command.args(["--mount", "--uts", "--propagation", "private", "sh", "-c"]);
     command.args([include_str!("host.sh"), "host", name]);
     command.args([&version.libvirt(), &version.qemu(), directory, &capabilities]);
+    command.arg(user.name());
     let log = File::create(directory.join("keeper.log")).expect("a log can be made");
     command
         .stdin(Stdio::piped())

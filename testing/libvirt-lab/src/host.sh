@@ -1,11 +1,11 @@
 # Turns new mount and UTS namespaces into a host for libvirt, and keeps them until standard input
 # ends, which it does when the test drops the host or ends in any way. Then kills every process in
 # the namespaces.
-# Arguments: the host's name, the trees of libvirt and QEMU, the directory of the host's files, and
-# the directory of QEMU's capabilities, which hosts of the same version share because it takes
-# libvirt many seconds to find them.
+# Arguments: the host's name, the trees of libvirt and QEMU, the directory of the host's files, the
+# directory of QEMU's capabilities, which hosts of the same version share because it takes libvirt
+# many seconds to find them, and the user that libvirt runs QEMU as.
 set -eu
-name=$1 libvirt=$2 qemu=$3 directory=$4 capabilities=$5
+name=$1 libvirt=$2 qemu=$3 directory=$4 capabilities=$5 user=$6
 
 # An interrupt of the terminal reaches all processes of the test.
 trap '' INT TERM HUP
@@ -36,12 +36,20 @@ log_outputs = "3:file:/var/log/libvirt/libvirtd.log"
 END
 cat >/etc/libvirt/qemu.conf <<END
 cgroup_controllers = []
-group = "root"
+group = "$user"
 namespaces = []
 security_driver = "none"
 stdio_handler = "file"
-user = "root"
+user = "$user"
 END
+if [ "$user" != root ] && [ -e /dev/kvm ]; then
+    # Without KVM for this user, libvirt looks for QEMU's capabilities again before each guest.
+    mknod -m 600 /run/kvm c 10 232
+    chown "$user:$user" /run/kvm
+    mount --bind /run/kvm /dev/kvm
+fi
+# The guests' serial consoles are written there.
+chown "$user:$user" /var/log/libvirt/qemu
 echo ready
 
 while read -r _; do :; done

@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+mod boot;
 mod disk;
 mod domain;
 mod guest;
@@ -12,7 +13,7 @@ mod host;
 
 pub use disk::{Disk, ImageFormat};
 pub use domain::{Domain, Guest};
-pub use host::LibvirtHost;
+pub use host::{LibvirtHost, QemuUser};
 pub use vmferry_qemu_lab::Said;
 
 use std::path::{Path, PathBuf};

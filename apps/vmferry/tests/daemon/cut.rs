@@ -1,62 +1,78 @@
-//! The cable is cut while guests move.
+//! The cable is cut while a guest moves: for 1, 5 and 10 s, in each phase.
 
 use std::time::Duration;
 
 use vmferry_libvirt_lab::LibvirtVersion;
 
-use crate::support::{Hosts, linux, must_succeed};
+use crate::phases::{Moving, Phase};
+use crate::support::{Hosts, must_succeed};
 
-/// Cuts the cable for a while as soon as the source's daemon has said something.
-fn cut_while_it_moves(version: LibvirtVersion, cut: Duration, at: &str, more: &[&str]) {
-    let hosts = Hosts::start(version);
-    hosts.a.libvirt.create(&linux("web"));
-    hosts.a.libvirt.check_guest("web");
-    let moving = hosts.a.migrate_command("web", "host-b", more).spawn().unwrap();
-    hosts.a.daemon().wait_for(at, |event| {
-        event["event"] == "opened" && event["stream"]["target"].as_str().unwrap().contains(at)
-            || event["event"] == at
-    });
-    hosts.b.cable.freeze();
-    std::thread::sleep(cut);
-    hosts.b.cable.mend();
-    must_succeed(&hosts, &moving.wait_with_output().unwrap());
-    hosts.b.libvirt.check_guest("web");
-    assert_eq!(hosts.a.libvirt.domain_state("web"), None);
+/// How a cable is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cut {
+    /// Connections are closed, and new ones are refused.
+    Closed,
+    /// Bytes are held, as on a cable that was pulled out.
+    Silent,
+}
+
+/// Cuts the cable in a phase. The migration succeeds.
+fn cut(phase: Phase, version: LibvirtVersion, cut: Cut, seconds: u64) {
+    let mut moving = Moving::until(phase, Hosts::start(version));
+    let cable = moving.hosts.b.cable.clone();
+    match cut {
+        Cut::Closed => cable.cut(),
+        Cut::Silent => cable.freeze(),
+    }
+    if phase == Phase::Finish {
+        // The answer is lost on the way.
+        moving.let_go();
+    }
+    std::thread::sleep(Duration::from_secs(seconds));
+    if phase.is_before_switchover() {
+        let state = moving.hosts.a.libvirt.domain_state("web");
+        assert_eq!(state.as_deref(), Some("running"), "{phase:?}");
+    }
+    cable.mend();
+    let ended = moving.end();
+    must_succeed(&ended.hosts, &ended.virsh);
+    ended.has_moved();
 }
 
 #[test]
 fn cut_of_10_s_while_memory_is_copied_fails_nothing() {
-    cut_while_it_moves(LibvirtVersion::V11_3, Duration::from_secs(10), "web.mig", &[]);
+    cut(Phase::Memory, LibvirtVersion::V11_3, Cut::Silent, 10);
 }
 
-#[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
-fn cut_of_10_s_while_libvirt_prepares_fails_nothing() {
-    cut_while_it_moves(LibvirtVersion::V9_0, Duration::from_secs(10), "libvirt", &[]);
+/// Tests of one cut each.
+macro_rules! cuts {
+    ($($name:ident: $phase:ident, $version:ident, $cut:ident, $seconds:literal;)+) => {$(
+        #[test]
+        #[cfg_attr(
+            not(feature = "long-tests"),
+            ignore = "a part of the full matrix: make test-all"
+        )]
+        fn $name() {
+            cut(Phase::$phase, LibvirtVersion::$version, Cut::$cut, $seconds);
+        }
+    )+};
 }
 
-#[test]
-#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
-fn daemon_that_is_killed_at_the_destination_leaves_the_guest_at_the_source() {
-    let mut hosts = Hosts::start(LibvirtVersion::V11_3);
-    hosts.a.libvirt.create(&linux("web"));
-    hosts.a.libvirt.check_guest("web");
-    // Slow enough that memory is still being copied.
-    let slow = hosts.a.libvirt.virsh(&["migrate-setspeed", "web", "5"]);
-    assert!(slow.status.success());
-    let moving = hosts.a.migrate_command("web", "host-b", &[]).spawn().unwrap();
-    hosts.a.daemon().wait_for("opens the memory's stream", |event| {
-        event["event"] == "opened" && event["stream"]["target"] == "host-b/web.mig"
-    });
-    hosts.b.daemon = None;
-    hosts.b.start_daemon();
-    let moved = moving.wait_with_output().unwrap();
-    assert!(!moved.status.success());
-    hosts.a.libvirt.wait_for_state("web", Some("running"));
-    hosts.a.libvirt.check_guest("web");
-    hosts.b.libvirt.wait_for_state("web", None);
-    // The next attempt works.
-    hosts.a.libvirt.virsh_ok(&["migrate-setspeed", "web", "1000"]);
-    must_succeed(&hosts, &hosts.a.migrate("web", "host-b", &[]));
-    hosts.b.libvirt.check_guest("web");
+cuts! {
+    cut_of_1_s_in_prepare: Prepare, V11_3, Closed, 1;
+    cut_of_5_s_in_prepare: Prepare, V11_3, Silent, 5;
+    cut_of_10_s_in_prepare: Prepare, V9_0, Silent, 10;
+    cut_of_1_s_while_disks_are_copied: Disks, V9_0, Closed, 1;
+    cut_of_5_s_while_disks_are_copied: Disks, V9_0, Silent, 5;
+    cut_of_10_s_while_disks_are_copied: Disks, V11_3, Silent, 10;
+    cut_of_1_s_while_memory_is_copied: Memory, V11_3, Closed, 1;
+    cut_of_5_s_while_memory_is_copied: Memory, V9_0, Silent, 5;
+    cut_of_10_s_while_memory_is_copied_by_9_0: Memory, V9_0, Closed, 10;
+    cut_of_1_s_in_finish: Finish, V9_0, Closed, 1;
+    cut_of_5_s_in_finish: Finish, V11_3, Silent, 5;
+    cut_of_10_s_in_finish: Finish, V9_0, Silent, 10;
+    cut_of_1_s_in_post_copy: PostCopy, V9_0, Closed, 1;
+    cut_of_5_s_in_post_copy: PostCopy, V11_3, Closed, 5;
+    cut_of_10_s_in_post_copy: PostCopy, V11_3, Silent, 10;
+    cut_of_10_s_in_post_copy_of_9_0: PostCopy, V9_0, Silent, 10;
 }

@@ -3,9 +3,12 @@
 
 mod cut;
 mod doubt;
+mod killed;
 mod moved;
+mod phases;
 mod raw_link;
 mod refused;
 mod sessions;
 mod shelter;
 mod support;
+mod versions;

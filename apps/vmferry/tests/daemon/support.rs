@@ -11,7 +11,7 @@ use parking_lot::{Condvar, Mutex};
 use serde_json::Value;
 use tempfile::TempDir;
 use vmferry_kit::Cable;
-use vmferry_libvirt_lab::{Domain, LibvirtHost, LibvirtVersion};
+use vmferry_libvirt_lab::{Domain, LibvirtHost, LibvirtVersion, QemuUser};
 
 /// No wait of a test is longer.
 pub const LIMIT: Duration = Duration::from_secs(180);
@@ -37,6 +37,17 @@ struct Heard {
     more: Condvar,
 }
 
+/// What hosts are like.
+#[derive(Clone, Copy, Debug)]
+pub struct Setup<'a> {
+    /// The version of libvirt.
+    pub version: LibvirtVersion,
+    /// Further lines in the configuration of both daemons, before the peers.
+    pub config: &'a str,
+    /// The user that libvirt runs QEMU as.
+    pub qemu_user: QemuUser,
+}
+
 /// Two hosts, `host-a` and `host-b`.
 pub struct Hosts {
     pub a: Host,
@@ -50,7 +61,11 @@ impl Hosts {
     }
 
     /// Both daemons' configuration has these further lines before the peers.
-    pub fn with(version: LibvirtVersion, more: &str) -> Self {
+    pub fn with(version: LibvirtVersion, config: &str) -> Self {
+        Self::set_up(Setup { version, config, qemu_user: QemuUser::Root })
+    }
+
+    pub fn set_up(Setup { version, config: more, qemu_user }: Setup<'_>) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         let pki = path.join("pki");
@@ -62,7 +77,7 @@ impl Hosts {
             let out = tls.to_str().unwrap();
             vmferry(&["pki", "issue", name, "--dir", pki, "--out", out, "--address", "127.0.0.1"]);
             Host {
-                libvirt: LibvirtHost::start(name, version, None),
+                libvirt: LibvirtHost::start_with(name, version, None, qemu_user),
                 daemon: None,
                 config: path.join(format!("{name}.toml")),
                 cable: Cable::new(),
@@ -71,9 +86,9 @@ impl Hosts {
         let (mut a, mut b) = (host("host-a"), host("host-b"));
         let write = |host: &Host, other: &Host| {
             let (name, peer) = (host.libvirt.name(), other.libvirt.name());
-            let port = other.cable.address.port();
+            let (port, user) = (other.cable.address.port(), qemu_user.name());
             let text = format!(
-                "listen = \"127.0.0.1:0\"\ntls = {:?}\npolicy = {:?}\nqemu_user = \"root\"\n{more}\n\
+                "listen = \"127.0.0.1:0\"\ntls = {:?}\npolicy = {:?}\nqemu_user = {user:?}\n{more}\n\
                  [[peer]]\nname = {peer:?}\naddress = \"127.0.0.1:{port}\"\n\
                  id = \"spiffe://vmferry/host/{peer}\"\n",
                 path.join(name),
@@ -112,11 +127,19 @@ impl Host {
 
     /// `virsh migrate` of a guest to a peer, through the daemon, with further arguments.
     pub fn migrate_command(&self, guest: &str, peer: &str, more: &[&str]) -> Command {
+        self.migrate_over(&format!("{guest}.mig"), guest, peer, more)
+    }
+
+    /// The same with the name of the memory's socket.
+    pub fn migrate_over(&self, socket: &str, guest: &str, peer: &str, more: &[&str]) -> Command {
         let sockets = Path::new("/run/vmferry-peers").join(peer);
         let uri = format!("qemu+unix:///system?socket={}", sockets.join("libvirt").display());
-        let memory = format!("unix://{}", sockets.join(format!("{guest}.mig")).display());
-        let usual = ["migrate", "--live", "--p2p", "--domain", guest, "--desturi", &uri];
-        let all = [&usual[..], &["--migrateuri", &memory], more].concat();
+        let memory = format!("unix://{}", sockets.join(socket).display());
+        let usual = ["migrate", "--p2p", "--domain", guest, "--desturi", &uri];
+        // Of a guest that is off, only the definition moves.
+        let live = ["--live", "--migrateuri", &memory];
+        let of_guest = if more.contains(&"--offline") { &[][..] } else { &live };
+        let all = [&usual[..], of_guest, more].concat();
         let mut command = self.libvirt.virsh_command(&all);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         command
