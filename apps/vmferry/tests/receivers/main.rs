@@ -1,6 +1,7 @@
-//! Guests of QEMU that `vmferry daemon` receives by templates: moved, with daemons and receivers
-//! that are killed, and refused.
+//! Guests of QEMU that arrive through `vmferry daemon`: by templates, with daemons and receivers
+//! that are killed, and refused; and forwarded for another program.
 
+mod forwarded;
 mod moved;
 mod place;
 mod recovered;

@@ -16,7 +16,7 @@ use crate::support::{Host, Running, text};
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// The name in the hosts' certificate.
-const HOST: &str = "spiffe://vmferry/host/test-host";
+pub const HOST: &str = "spiffe://vmferry/host/test-host";
 
 /// The hosts, and the cable to the daemon's port.
 pub struct Place {
@@ -133,7 +133,8 @@ impl Place {
     }
 }
 
-fn start(host: &Host, config: &std::path::Path, cable: &Cable) -> Running {
+/// Starts a daemon that is reached through a cable.
+pub fn start(host: &Host, config: &std::path::Path, cable: &Cable) -> Running {
     let mut daemon = host.start(&["daemon", "--config", text(config)]);
     let listening = daemon.event("listening");
     let address = listening["address"].as_str().unwrap();
