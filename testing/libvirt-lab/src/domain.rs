@@ -103,7 +103,11 @@ impl Domain {
                     software.bare_metal.display(),
                     self.workload
                 );
-                cpu = "<cpu mode='host-passthrough' migratable='on'/>".to_owned();
+                // QEMU's default. `host-passthrough` sets a register (IA32_ARCH_CAPABILITIES) that
+                // KVM on some virtual machines refuses.
+                cpu = "<cpu mode='custom' match='exact' check='none'>\
+                       <model fallback='forbid'>qemu64</model></cpu>"
+                    .to_owned();
                 backing = "<memoryBacking><source type='memfd'/><access mode='shared'/>\
                            </memoryBacking>";
             }
