@@ -202,6 +202,10 @@ const PLAIN: &[c::c_long] = &[
 /// Calls that only a process with a guest makes, with any arguments.
 const MACHINE: &[c::c_long] = &[c::SYS_memfd_create];
 
+/// Calls that only a process that carries connections makes, with any arguments. It has children
+/// from before it was restricted.
+const CONNECTIONS: &[c::c_long] = &[c::SYS_wait4];
+
 /// Restricts this thread.
 ///
 /// # Errors
@@ -282,11 +286,15 @@ fn rules(work: Work, pid: u32) -> Result<BTreeMap<c::c_long, Vec<SeccompRule>>, 
     ];
     rules.insert(c::SYS_fcntl, any(1, commands.map(|command| command as u64))?);
 
-    if work == Work::Machine {
-        rules.extend(MACHINE.iter().map(|call| (*call, Vec::new())));
-        // Only for faults from user mode, which every user may handle.
-        let own = UFFD_USER_MODE_ONLY;
-        rules.insert(c::SYS_userfaultfd, vec![all([masked(0, own, own)])?]);
+    match work {
+        Work::Machine => {
+            rules.extend(MACHINE.iter().map(|call| (*call, Vec::new())));
+            // Only for faults from user mode, which every user may handle.
+            let own = UFFD_USER_MODE_ONLY;
+            rules.insert(c::SYS_userfaultfd, vec![all([masked(0, own, own)])?]);
+        }
+        Work::Connections => rules.extend(CONNECTIONS.iter().map(|call| (*call, Vec::new()))),
+        Work::MemoryOnly => {}
     }
     Ok(rules)
 }
@@ -301,10 +309,10 @@ const PR_GET_AUXV: c::c_int = 0x4155_5856;
 /// `include/uapi/linux/userfaultfd.h`.
 const UFFD_USER_MODE_ONLY: u64 = 1;
 
-/// Rules for stream sockets: Unix sockets, and TCP for a machine.
+/// Rules for stream sockets: Unix sockets, and TCP for work that connects over it.
 fn sockets(work: Work) -> Result<Vec<SeccompRule>, BackendError> {
     let mut rules = vec![all([is(0, c::AF_UNIX as u64), of_kind(c::SOCK_STREAM)])?];
-    if work == Work::Machine {
+    if work != Work::MemoryOnly {
         for family in [c::AF_INET, c::AF_INET6] {
             for protocol in [0, c::IPPROTO_TCP] {
                 let conditions =
@@ -351,7 +359,7 @@ mod tests {
 
     #[test]
     fn filters_are_valid_and_disjoint() {
-        for work in [Work::Machine, Work::MemoryOnly] {
+        for work in [Work::Machine, Work::MemoryOnly, Work::Connections] {
             let (fatal, allowed) = programs(work, 1).unwrap();
             // The kernel's limit, BPF_MAXINSNS.
             assert!(fatal.len() < 4096 && allowed.len() < 4096, "{}", allowed.len());
@@ -369,5 +377,16 @@ mod tests {
             assert!(machine.contains_key(&call) && !memory_only.contains_key(&call));
         }
         assert!(memory_only[&c::SYS_socket].len() < machine[&c::SYS_socket].len());
+    }
+
+    #[test]
+    fn connections_have_tcp_and_no_machine() {
+        let connections = rules(Work::Connections, 1).unwrap();
+        let machine = rules(Work::Machine, 1).unwrap();
+        for call in [c::SYS_userfaultfd, c::SYS_memfd_create] {
+            assert!(!connections.contains_key(&call));
+        }
+        assert_eq!(connections[&c::SYS_socket].len(), machine[&c::SYS_socket].len());
+        assert!(connections[&c::SYS_ioctl].len() < machine[&c::SYS_ioctl].len());
     }
 }

@@ -119,6 +119,7 @@ pub fn allowed(work: Work) -> Vec<u64> {
     let of: &[&[u64]] = match work {
         Work::Machine => &[KVM, PLAIN, PAGES, USERFAULTFD],
         Work::MemoryOnly => &[PLAIN, PAGES],
+        Work::Connections => &[PLAIN],
     };
     of.concat()
 }
@@ -158,6 +159,8 @@ mod tests {
         ] {
             assert!(all.contains(&known), "{known:#x}");
         }
-        assert!(allowed(Work::MemoryOnly).iter().all(|request| request >> 8 & 0xff != 0xae));
+        for work in [Work::MemoryOnly, Work::Connections] {
+            assert!(allowed(work).iter().all(|request| request >> 8 & 0xff != 0xae), "{work:?}");
+        }
     }
 }

@@ -54,6 +54,9 @@ pub enum Work {
     /// It fills the memory of a guest that another process runs. It creates no machines and
     /// connects only to Unix sockets.
     MemoryOnly,
+    /// It carries connections between Unix sockets and TCP, and connects over TCP anywhere. It
+    /// waits for the ends of processes that it started before.
+    Connections,
 }
 
 /// What a process may still do.

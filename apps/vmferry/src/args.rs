@@ -20,7 +20,7 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use vmferry_dirty::{LogChoice, SoftwareWay};
 use vmferry_memory::MemoryKind;
 
-pub use daemon::{DaemonOptions, KeeperOptions, ReceiverStarterOptions};
+pub use daemon::{DaemonOptions, HelperOptions, KeeperOptions, ReceiverStarterOptions};
 pub use doctor::DoctorOptions;
 pub use documents::{CompletionsOptions, ManOptions, public_command};
 pub use hook::{HookOptions, HookRunnerOptions};
@@ -108,6 +108,10 @@ pub enum Command {
     /// Hold connections of libvirt for a `daemon` that dies.
     #[command(hide = true)]
     KeepConnections(KeeperOptions),
+    /// Do on this host what a restricted `daemon` can't do itself. Reads its requests from standard
+    /// input.
+    #[command(hide = true)]
+    HelpDaemon(HelperOptions),
     /// Start receivers for a `daemon`, which sends requests through standard input.
     #[command(hide = true)]
     StartReceivers(ReceiverStarterOptions),

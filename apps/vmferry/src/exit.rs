@@ -228,14 +228,23 @@ mod tests {
 
     /// A wrong command line and a failing sandbox would fail at the next start as well.
     #[test]
-    fn unit_is_not_restarted_after_permanent_failures() {
-        let unit = file("dist/systemd/vmferry-receive.service");
+    fn units_are_not_restarted_after_permanent_failures() {
         let (usage, sandbox) = (Code::Usage.number(), Code::Sandbox.number());
-        let line = format!("\nRestartPreventExitStatus={usage} {sandbox}\n");
-        assert!(unit.contains(&line), "{line}");
-        for part in [format!("cannot restrict it ({sandbox})"), format!("line is wrong ({usage})")]
-        {
-            assert!(unit.contains(&part), "the comment says {part}");
+        for (unit, about_sandbox, about_usage) in [
+            ("receive", "cannot restrict it", "line is wrong"),
+            ("daemon", "prevents the restrictions", "configuration is wrong"),
+        ] {
+            let unit = file(&format!("dist/systemd/vmferry-{unit}.service"));
+            let line = format!("\nRestartPreventExitStatus={usage} {sandbox}\n");
+            assert!(unit.contains(&line), "{line}");
+            // Comments have lines of any length.
+            let words: Vec<_> =
+                unit.split(['#', ' ', '\n']).filter(|word| !word.is_empty()).collect();
+            let words = words.join(" ");
+            let parts = [(about_sandbox, sandbox), (about_usage, usage)];
+            for part in parts.map(|(text, number)| format!("{text} ({number})")) {
+                assert!(words.contains(&part), "the comment says {part}");
+            }
         }
     }
 }

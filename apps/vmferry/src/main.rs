@@ -46,6 +46,7 @@ fn main() -> ExitCode {
         Command::Resolve(options) => commands::resolve::run(&options, &output),
         Command::Guard => commands::qemu::guard::run(&output),
         Command::KeepConnections(options) => commands::daemon::keeper::serve(&options),
+        Command::HelpDaemon(options) => commands::daemon::helper::process::serve(&options),
         Command::StartReceivers(options) => commands::daemon::receivers::process::serve(&options),
         Command::StartQemu(options) => commands::qemu::starter::run(&options),
         Command::RunHook(options) => commands::qemu::hook::serve(&options, &output),

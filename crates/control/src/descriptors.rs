@@ -1,5 +1,5 @@
-//! Descriptors sent with a request: the client's sockets that `fd:` names, or an identity's files
-//! that the client has opened for the VMM.
+//! Descriptors sent with the bytes of a Unix socket: the client's sockets that `fd:` names, or an
+//! identity's files that the client has opened for the VMM.
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -34,6 +34,7 @@ pub fn send(stream: &UnixStream, line: &[u8], descriptors: &[OwnedFd]) -> io::Re
 }
 
 /// A reader that keeps the descriptors that arrive with the bytes.
+#[derive(Debug)]
 pub struct Receiver<'a> {
     stream: &'a UnixStream,
     /// The descriptors received so far.

@@ -11,7 +11,7 @@
 #![forbid(unsafe_code)]
 
 mod client;
-mod descriptors;
+pub mod descriptors;
 mod directory;
 mod error;
 mod http;
@@ -25,7 +25,7 @@ pub use directory::{Directories, DirectoryError};
 pub use error::{ControlError, ErrorCode};
 pub use migrate::{ChangeRequest, EstimateRequest, MigrateRequest, RecordRequest, TlsFiles};
 pub use request::Request;
-pub use server::{Answer, Handler, Replies, Server, ServerError, is_live};
+pub use server::{Answer, BoundServer, Handler, Replies, Server, ServerError, is_live};
 pub use started::Started;
 
 /// The OpenAPI 3.1 document of the API.

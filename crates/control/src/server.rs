@@ -78,6 +78,15 @@ pub enum ServerError {
     },
 }
 
+/// A control socket that listens, and has no thread yet that accepts connections. Dropping it
+/// removes the socket's file.
+#[derive(Debug)]
+pub struct BoundServer {
+    path: PathBuf,
+    listener: UnixListener,
+    file: SocketFile,
+}
+
 /// A listening control socket. Dropping it removes the socket's file.
 #[derive(Debug)]
 pub struct Server {
@@ -88,12 +97,12 @@ pub struct Server {
     acceptor: Option<JoinHandle<()>>,
 }
 
-impl Server {
+impl BoundServer {
     /// Listens on `path`. Replaces the socket of a VMM that died, but never one that is in use.
     ///
     /// # Errors
     /// See [`ServerError`].
-    pub fn bind(path: &Path, handler: Arc<dyn Handler>) -> Result<Self, ServerError> {
+    pub fn bind(path: &Path) -> Result<Self, ServerError> {
         let failed = |source| ServerError::Io { path: path.to_owned(), source };
         // `listen_unix` creates the file with its final mode, so a process in a sandbox, which may
         // not change modes, can bind too.
@@ -104,6 +113,15 @@ impl Server {
             io::ErrorKind::AddrInUse => ServerError::InUse { path: path.to_owned() },
             _ => failed(error),
         })?;
+        Ok(Self { path: path.to_owned(), listener, file })
+    }
+
+    /// Answers requests from now on.
+    ///
+    /// # Errors
+    /// No thread can be created.
+    pub fn serve(self, handler: Arc<dyn Handler>) -> Result<Server, ServerError> {
+        let Self { path, listener, file } = self;
         let listener = Arc::new(listener);
         let accepting = Arc::clone(&listener);
         let closing = Arc::new(AtomicBool::new(false));
@@ -111,9 +129,18 @@ impl Server {
         let acceptor = std::thread::Builder::new()
             .name("control".into())
             .spawn(move || accept(&accepting, &handler, &closed))
-            .map_err(failed)?;
-        let (path, file, acceptor) = (path.to_owned(), Some(file), Some(acceptor));
-        Ok(Self { path, listener, file, closing, acceptor })
+            .map_err(|source| ServerError::Io { path: path.clone(), source })?;
+        Ok(Server { path, listener, file: Some(file), closing, acceptor: Some(acceptor) })
+    }
+}
+
+impl Server {
+    /// Listens on `path`, and answers requests. See [`BoundServer::bind`].
+    ///
+    /// # Errors
+    /// See [`ServerError`].
+    pub fn bind(path: &Path, handler: Arc<dyn Handler>) -> Result<Self, ServerError> {
+        BoundServer::bind(path)?.serve(handler)
     }
 
     /// The socket's path.

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 
+use super::SandboxOption;
+
 /// `vmferry daemon`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -31,6 +33,19 @@ pub struct DaemonOptions {
     /// Check the configuration, and start nothing.
     #[arg(long)]
     pub check: bool,
+    /// Before accepting connections, drop the privileges that the daemon does not need:
+    /// capabilities, files, system calls and core dumps. auto: all that this kernel can restrict;
+    /// require: all of them, or don't start; off: none.
+    #[arg(long, value_enum, default_value_t = SandboxOption::Auto, value_name = "HOW")]
+    pub sandbox: SandboxOption,
+}
+
+/// `vmferry help-daemon`.
+#[derive(Debug, Args)]
+pub struct HelperOptions {
+    /// The daemon's configuration.
+    #[arg(long, value_name = "FILE")]
+    pub config: PathBuf,
 }
 
 /// `vmferry start-receivers`.

@@ -12,6 +12,9 @@ use crate::support::{Hosts, must_succeed};
 enum Victim {
     DaemonAtTheSource,
     DaemonAtTheDestination,
+    /// The daemon ends with it, and is started again.
+    HelperAtTheSource,
+    HelperAtTheDestination,
     LibvirtdAtTheSource,
     LibvirtdAtTheDestination,
 }
@@ -30,6 +33,14 @@ fn kill(phase: Phase, victim: Victim, version: LibvirtVersion) {
             moving.hosts.b.daemon = None;
             moving.hosts.b.start_daemon();
         }
+        Victim::HelperAtTheSource => {
+            moving.hosts.a.end_daemon_by_its_helper();
+            moving.hosts.a.start_daemon();
+        }
+        Victim::HelperAtTheDestination => {
+            moving.hosts.b.end_daemon_by_its_helper();
+            moving.hosts.b.start_daemon();
+        }
         Victim::LibvirtdAtTheSource => {
             moving.hosts.a.libvirt.kill_libvirtd();
             moving.hosts.a.libvirt.start_libvirtd();
@@ -46,7 +57,13 @@ fn kill(phase: Phase, victim: Victim, version: LibvirtVersion) {
             ended.has_stayed();
             ended.moves_now();
         }
-        (Phase::Finish, Victim::DaemonAtTheSource | Victim::DaemonAtTheDestination)
+        (
+            Phase::Finish,
+            Victim::DaemonAtTheSource
+            | Victim::DaemonAtTheDestination
+            | Victim::HelperAtTheSource
+            | Victim::HelperAtTheDestination,
+        )
         | (Phase::PostCopy, Victim::LibvirtdAtTheDestination) => {
             let ended = moving.end();
             must_succeed(&ended.hosts, &ended.virsh);
@@ -55,9 +72,7 @@ fn kill(phase: Phase, victim: Victim, version: LibvirtVersion) {
         (Phase::Finish, Victim::LibvirtdAtTheDestination) => doubt_is_resolved(moving),
         (Phase::Finish, Victim::LibvirtdAtTheSource) => copy_at_the_source_is_named(moving.end()),
         (Phase::PostCopy, Victim::LibvirtdAtTheSource) => moving.end().has_moved(),
-        (Phase::PostCopy, Victim::DaemonAtTheSource | Victim::DaemonAtTheDestination) => {
-            post_copy_is_recovered(moving.end());
-        }
+        (Phase::PostCopy, _) => post_copy_is_recovered(moving.end()),
     }
 }
 
@@ -154,6 +169,9 @@ deaths! {
     daemon_at_the_destination_in_finish: Finish, DaemonAtTheDestination, V11_3;
     daemon_at_the_destination_in_post_copy: PostCopy, DaemonAtTheDestination, V11_3;
     daemon_at_the_destination_in_post_copy_of_9_0: PostCopy, DaemonAtTheDestination, V9_0;
+    helper_at_the_source_while_memory_is_copied: Memory, HelperAtTheSource, V11_3;
+    helper_at_the_source_in_finish: Finish, HelperAtTheSource, V11_3;
+    helper_at_the_destination_in_finish: Finish, HelperAtTheDestination, V9_0;
     libvirtd_at_the_source_in_prepare: Prepare, LibvirtdAtTheSource, V9_0;
     libvirtd_at_the_source_while_disks_are_copied: Disks, LibvirtdAtTheSource, V11_3;
     libvirtd_at_the_source_while_memory_is_copied: Memory, LibvirtdAtTheSource, V9_0;

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
 use vmferry_kit::Cable;
@@ -110,9 +111,27 @@ impl Host {
         command.args(["--json", "daemon", "--config"]).arg(&self.config);
         let daemon = Daemon::start(command);
         let listening = daemon.wait_for("listens", |event| event["event"] == "listening");
+        assert_eq!(listening["sandbox"]["seccomp"], true, "{listening}");
         let address = listening["address"].as_str().unwrap().strip_prefix("tls:").unwrap();
         self.cable.lead_to(address.parse::<SocketAddr>().unwrap());
         self.daemon = Some(daemon);
+    }
+
+    /// Kills the helper of the daemon, which ends with an error then.
+    pub fn end_daemon_by_its_helper(&mut self) {
+        let mut daemon = self.daemon.take().unwrap();
+        let pid = daemon.child.id();
+        let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+        let is_helper = |child: &&str| {
+            let line = std::fs::read_to_string(format!("/proc/{child}/cmdline")).unwrap();
+            line.split('\0').any(|word| word == "help-daemon")
+        };
+        let helper = children.split_whitespace().find(is_helper).unwrap().parse().unwrap();
+        kill_process(Pid::from_raw(helper).unwrap(), Signal::KILL).unwrap();
+        daemon.wait_for("says why it ends", |event| {
+            event["error"]["message"].as_str().is_some_and(|said| said.contains("helper"))
+        });
+        assert_eq!(daemon.child.wait().unwrap().code(), Some(1));
     }
 
     /// Runs `vmferry` on this host.

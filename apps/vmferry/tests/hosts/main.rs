@@ -5,6 +5,8 @@ mod back_and_forth;
 mod bad_input;
 mod balloon;
 mod compress;
+mod daemon;
+mod daemon_place;
 mod demo;
 mod directories;
 mod doctor;

@@ -16,16 +16,16 @@ use serde_json::Value;
 use Argument::{Bytes, Number, Strings};
 
 /// Returned by the filter.
-const ENOSYS: i64 = -libc::ENOSYS as i64;
+pub const ENOSYS: i64 = -libc::ENOSYS as i64;
 /// Returned by Landlock.
-const EACCES: i64 = -libc::EACCES as i64;
+pub const EACCES: i64 = -libc::EACCES as i64;
 
 fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
 /// Fails if this kernel lacks a part of the sandbox.
-fn need_whole_sandbox(event: &Value) {
+pub fn need_whole_sandbox(event: &Value) {
     let missing = event["sandbox"]["missing"].as_array().unwrap();
     assert!(missing.is_empty(), "this test needs a kernel with {missing:?}");
 }
@@ -39,18 +39,21 @@ fn receiver(host: &Host, socket: &Path, how: &str) -> (Running, Value) {
 }
 
 /// A field of `/proc/PID/status`, for each thread.
-fn of_each_thread(pid: u32, field: &str) -> Vec<String> {
+pub fn of_each_thread(pid: u32, field: &str) -> Vec<String> {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
     let of = |task: std::io::Result<std::fs::DirEntry>| {
-        let status = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap();
+        // A thread may end meanwhile.
+        let status = std::fs::read_to_string(task.unwrap().path().join("status")).ok()?;
         let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
-        line.unwrap().trim().to_owned()
+        Some(line.unwrap().trim().to_owned())
     };
-    tasks.map(of).collect()
+    let found: Vec<_> = tasks.filter_map(of).collect();
+    assert!(!found.is_empty(), "{pid} has ended");
+    found
 }
 
 /// Checks what the kernel reports about a sandboxed process.
-fn is_restricted(pid: u32) {
+pub fn is_restricted(pid: u32) {
     let all_are = |field: &str, wanted: &str| {
         let found = of_each_thread(pid, field);
         assert!(found.iter().all(|value| value == wanted), "{field}: {found:?}");
@@ -92,7 +95,7 @@ fn receiver_is_sandboxed_before_it_listens_and_says_so() {
 
 /// Calls that an attacker inside the process might try and that return, each with its result and
 /// the expected result.
-fn tries(pid: u32, world: &World) -> Vec<(&'static str, i64, i64)> {
+pub fn tries(pid: u32, world: &World) -> Vec<(&'static str, i64, i64)> {
     let at = |path: &str| format!("{path}\0").into_bytes();
     let secret = at(if is_root() { "/etc/shadow" } else { "/etc/passwd" });
     let outside = at(text(&world.path(&format!("outside-{pid}"))));

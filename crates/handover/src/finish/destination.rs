@@ -1,5 +1,7 @@
 //! The daemon at the destination.
 
+use serde::{Deserialize, Serialize};
+
 use super::{FinishAnswer, FinishError, FinishRecord, FinishStep, FinishWord, word_of};
 use crate::OperatorWord;
 
@@ -18,7 +20,8 @@ pub enum DestinationFinish {
 }
 
 /// What the destination's libvirt says about the domain, on a connection of its own.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum DomainSeen {
     /// Finish has succeeded: the domain runs, or has run (it is paused by an I/O error, crashed or
     /// shuts down), or it is paused by the user and the Finish had `VIR_MIGRATE_PAUSED`.

@@ -44,7 +44,10 @@ pub fn serve(path: &Path, ready: impl FnOnce()) -> io::Result<()> {
     let mut keeper = Server { listener, daemon: None, held: HashMap::new() };
     while keeper.turn()? {}
     // Another keeper can't have bound it meanwhile: the file was there.
-    std::fs::remove_file(path)
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
 }
 
 struct Server {

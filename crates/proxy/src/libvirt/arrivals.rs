@@ -10,6 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
 use vmferry_handover::journal::{JournalError, Side as JournalSide, records_of};
 use vmferry_handover::{
     DestinationAction, DestinationFinish, DomainSeen, FinishAnswer, FinishEntry, FinishRecord,
@@ -27,7 +28,8 @@ pub trait Domains: std::fmt::Debug + Send + Sync {
 }
 
 /// What this host's libvirt says about a domain.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum DomainState {
     /// What it says about the domain's Finish. A domain in post-copy waits, although it runs: after
     /// a successful answer the source's libvirt would kill the QEMU that has the rest of its memory.

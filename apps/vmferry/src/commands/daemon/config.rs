@@ -1,5 +1,8 @@
 //! The daemon's configuration file.
 
+mod admission;
+mod owner;
+
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,19 +13,15 @@ use vmferry::config::compression::{CompressionConfig, CompressionWay};
 use vmferry::config::policy::{Admission, Policy};
 use vmferry_control::TlsFiles;
 use vmferry_proxy::{
-    Forward, ForwardExit, ForwardSource, Owner, Peer, ProxyConfig, Timings, is_plain_name,
+    Forward, ForwardExit, ForwardSource, Owner, Peer, Places, ProxyConfig, Timings, is_plain_name,
 };
-use vmferry_transport::{Address, PeerIdentity};
-use vmferry_wire::GuestIdentity;
+use vmferry_transport::Address;
 
-use super::domains::LibvirtDomains;
+use self::admission::{AnyHost, NoPolicy};
 use super::receivers::template::TemplateTable;
 use crate::args::{parse_duration, parse_rate};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
-
-/// Names that distributions give to the user that QEMU runs as.
-const QEMU_USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
 
 /// The usual limit of `max_receivers`: a QEMU that waits for a guest takes little memory.
 const DEFAULT_MAX_RECEIVERS: u16 = 16;
@@ -175,17 +174,53 @@ impl Configuration {
         named.map(|one| one.address.as_str())
     }
 
-    /// What has changed that a running daemon can't change.
-    pub fn needs_restart(&self, other: &Self) -> Option<&'static str> {
+    /// Checks that a running daemon can use another configuration.
+    pub fn check_change(&self, other: &Self) -> Result<(), Failure> {
         let same = |name, same: bool| (!same).then_some(name);
-        same("listen", self.listen == other.listen)
+        let changed = same("listen", self.listen == other.listen)
             .or(same("tls", self.tls == other.tls))
             .or(same("plain", self.plain == other.plain))
-            .or(same("directory", self.directory == other.directory))
+            .or(same("directory", self.directory == other.directory));
+        match changed {
+            Some(what) => {
+                Err(wrong(format!("{what} can't change while the daemon runs: start it again")))
+            }
+            None => Ok(()),
+        }
     }
 
-    /// The proxy's configuration. Reads certificates and policy.
-    pub fn proxy(&self, output: &Output) -> Result<ProxyConfig, Failure> {
+    /// The user and the group that QEMU runs as, by `/etc/passwd`.
+    pub fn qemu_owner(&self) -> Result<Owner, Failure> {
+        owner::qemu_user(self.qemu_user.as_deref())
+    }
+
+    /// The sockets of this host that the daemon may make and reach.
+    pub fn places(&self) -> Result<Places, Failure> {
+        let mut places = Places {
+            directory: self.directory.clone(),
+            libvirt: self.libvirt_socket.clone(),
+            qemu: self.qemu_owner()?,
+            ..Places::default()
+        };
+        for peer in &self.peers {
+            places.peers.push(self.peer(peer)?.name);
+        }
+        for rule in &self.forwards {
+            let Forward { name, listen, connect } = self.rule(rule)?;
+            places.entrances.extend(listen.map(|(path, _)| (name.clone(), path)));
+            places.exits.extend(connect.map(|exit| (name, exit.path)));
+        }
+        Ok(places)
+    }
+
+    /// Whether this is the address of a peer.
+    pub fn has_address(&self, address: &Address) -> bool {
+        self.peers.iter().any(|peer| self.address(&peer.address).is_ok_and(|its| its == *address))
+    }
+
+    /// The proxy's configuration, without what the processes beside the daemon do. Reads
+    /// certificates and policy.
+    pub fn proxy(&self, output: &Output, qemu: Owner) -> Result<ProxyConfig, Failure> {
         let tls = match &self.tls {
             Some(directory) => {
                 let identity = TlsFiles::in_directory(directory).identity()?;
@@ -227,9 +262,9 @@ impl Configuration {
             forwards: self.forwards.iter().map(|rule| self.rule(rule)).collect::<Result<_, _>>()?,
             directory: self.directory.clone(),
             libvirt: self.libvirt_socket.clone(),
-            qemu: qemu_user(self.qemu_user.as_deref())?,
+            qemu,
             journals: PathBuf::new(),
-            domains: Some(Arc::new(LibvirtDomains)),
+            domains: None,
             keeper: None,
             access: None,
             receivers: None,
@@ -334,55 +369,5 @@ impl Configuration {
             output.event(&json!({ "event": "policy", "message": said }), || said.to_owned());
         });
         Ok(Arc::new(policy))
-    }
-}
-
-/// Without a policy no host may send anything here.
-#[derive(Debug)]
-struct NoPolicy;
-
-const NO_POLICY: &str = "this host's daemon has no policy, so it receives nothing";
-
-impl Admission for NoPolicy {
-    fn check_source(&self, _: &PeerIdentity) -> Result<(), String> {
-        Err(NO_POLICY.into())
-    }
-
-    fn check_guest(&self, _: &PeerIdentity, _: &GuestIdentity) -> Result<(), String> {
-        Err(NO_POLICY.into())
-    }
-}
-
-/// On a private network without certificates, every host may send any guest.
-#[derive(Debug)]
-struct AnyHost;
-
-impl Admission for AnyHost {
-    fn check_source(&self, _: &PeerIdentity) -> Result<(), String> {
-        Ok(())
-    }
-
-    fn check_guest(&self, _: &PeerIdentity, _: &GuestIdentity) -> Result<(), String> {
-        Ok(())
-    }
-}
-
-/// The user that QEMU runs as: of this name, or of the first usual name that exists, or else root.
-fn qemu_user(name: Option<&str>) -> Result<Owner, Failure> {
-    let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
-    let find = |name: &str| {
-        users.lines().find_map(|line| {
-            let mut fields = line.split(':');
-            let is_it = fields.next() == Some(name);
-            let mut number = || fields.nth(1).and_then(|field| field.parse().ok());
-            let uid = number().filter(|_| is_it)?;
-            let gid = fields.next()?.parse().ok()?;
-            Some(Owner { uid, gid })
-        })
-    };
-    match name {
-        Some(name) => find(name)
-            .ok_or_else(|| wrong(format!("the user {name} of `qemu_user` is not in /etc/passwd"))),
-        None => Ok(QEMU_USERS.into_iter().find_map(find).unwrap_or(Owner { uid: 0, gid: 0 })),
     }
 }

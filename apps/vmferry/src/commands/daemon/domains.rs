@@ -95,6 +95,14 @@ pub fn destroy(uuid: Uuid) -> Result<(), String> {
     virsh(&["destroy", "--domain", &uuid.to_string()]).map(drop)
 }
 
+/// Aborts the domain's job, such as its migration.
+///
+/// # Errors
+/// libvirt's words.
+pub fn abort_job(uuid: Uuid) -> Result<(), String> {
+    virsh(&["domjobabort", "--domain", &uuid.to_string()]).map(drop)
+}
+
 /// Runs `virsh`, and returns what it prints, or its errors.
 fn virsh(arguments: &[&str]) -> Result<String, String> {
     let mut virsh = Command::new("timeout");

@@ -1,31 +1,39 @@
 //! `vmferry daemon`: carries the migrations of this host's libvirt, and other connections, to other
 //! hosts and from them.
+//!
+//! The daemon restricts itself before it accepts connections. Two processes beside it are not
+//! restricted and read only from it: its helper and the one that starts receivers.
 
 pub mod config;
 pub mod domains;
+pub mod helper;
 pub mod keeper;
+mod lines;
 pub mod receivers;
 mod report;
 mod served;
 pub mod streams;
 
+use std::io;
 use std::path::PathBuf;
+use std::process::ExitStatus;
 use std::sync::Arc;
-use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
 use serde_json::json;
 use vmferry_control::Directories;
-use vmferry_proxy::{Proxy, ProxyEvent, Receivers};
-use vmferry_transport::FileVersion;
+use vmferry_proxy::{BoundProxy, Proxy, ProxyConfig, ProxyError, ProxyEvent};
+use vmferry_transport::{FileVersion, TransportError};
 
 use super::prepared_directories;
 use crate::args::DaemonOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
+use crate::restrict::restrict_daemon;
 use config::Configuration;
+use helper::{Helper, HelperError};
 use receivers::ReceiverStarter;
-use report::DaemonHost;
 use served::Guests;
 use streams::Streams;
 
@@ -38,28 +46,31 @@ const CHECK_PERIOD: Duration = Duration::from_secs(1);
 /// Runs until a signal.
 pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
     // Taken before the file is read, so that a change in between is noticed.
-    let mut seen = FileVersion::of(&options.config);
-    let mut current = Configuration::read(&options.config)?;
-    let proxy = current.proxy(output)?;
+    let seen = FileVersion::of(&options.config);
+    let current = Configuration::read(&options.config)?;
+    let mut config = current.proxy(output, current.qemu_owner()?)?;
     if options.check {
-        let checked =
-            json!({ "ok": true, "peers": current.peers(), "forwards": current.forwards() });
-        output.result(&checked, || {
-            let (peers, forwards) = (current.peers(), current.forwards());
+        let (peers, forwards) = (current.peers(), current.forwards());
+        output.result(&json!({ "ok": true, "peers": peers, "forwards": forwards }), || {
             format!("{} is right: {peers} peers, {forwards} rules", options.config.display())
         });
         return Ok(());
     }
     let directories = prepared_directories()?;
-    let mut proxy = proxy;
-    proxy.journals = directories.journals();
-    // Without the ending of guests' control sockets.
-    let keeper = keeper::KeeperAt::new(keeper_socket(&directories));
-    proxy.keeper = Some(Arc::new(keeper));
-    let receivers: Arc<dyn Receivers> =
-        Arc::new(ReceiverStarter::spawn(&options.config, directories.runtime(), output)?);
-    proxy.receivers = Some(Arc::clone(&receivers));
-    let guests = Arc::new(Guests::new(directories));
+    let beside = Beside::spawn(options, &directories)?;
+    beside.helper.attempt().map_err(failed)?;
+    beside.equip(&mut config);
+    let bound = BoundProxy::bind(config).map_err(unusable)?;
+    let socket = streams::bind(current.directory())?;
+    // Until here there is only one thread, which `restrict_daemon` needs.
+    let restrictions = restrict_daemon(options, &current, &directories)?;
+    let (end, ended) = channel();
+    let of_helper = end.clone();
+    beside.helper.watch(move |status| {
+        let _ = of_helper.send(End::Helper(status));
+    })?;
+    beside.starter.listen(output)?;
+    let guests = Arc::new(Guests::new(directories, Arc::clone(&beside.helper)));
     let streams = Arc::new(Streams::default());
     let (told, of_guests, of_streams) = (output.clone(), Arc::clone(&guests), Arc::clone(&streams));
     let observer = move |event: ProxyEvent| {
@@ -67,81 +78,142 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
         of_streams.hear(&event);
         told.event(&event, || event.to_string());
     };
-    let proxy = Proxy::start(proxy, Box::new(observer)).map_err(|error| {
-        let code = match &error {
-            vmferry_proxy::ProxyError::Listen(_) => Code::Busy,
-            _ => Code::Internal,
-        };
-        Failure::of(code, error)
-    })?;
-    let proxy = Arc::new(proxy);
+    let proxy = Arc::new(bound.start(Box::new(observer)).map_err(unusable)?);
+    beside.helper.adopt().map_err(failed)?;
     guests.serve(&proxy);
-    proxy.report(Arc::new(DaemonHost::new(LIBVIRT)));
-    let served = streams.serve(current.directory(), &proxy);
-    let _server = served.map_err(|error| Failure::of(Code::Busy, error))?;
-    let (end, ended) = channel();
+    proxy.report(Arc::clone(&beside.helper) as _);
+    let served = streams.serve(socket, &proxy);
+    let _server = served.map_err(|error| Failure::of(Code::Internal, error))?;
     crate::signals::on_end(move || {
-        let _ = end.send(());
+        let _ = end.send(End::Signal);
     })?;
     let address = proxy.address().to_string();
     let listening = json!({
         "event": "listening", "address": address, "pid": std::process::id(),
-        "peers": current.peers(),
+        "peers": current.peers(), "sandbox": restrictions,
     });
     output.event(&listening, || {
+        let (peers, directory) = (current.peers(), current.directory().display());
+        let restricted = restrictions.summary();
         format!(
-            "listening on {address}; sockets of {} peers are in {}",
-            current.peers(),
-            current.directory().display()
+            "listening on {address}; sockets of {peers} peers are in {directory} ({restricted})"
         )
     });
-    loop {
-        match ended.recv_timeout(CHECK_PERIOD) {
-            Err(RecvTimeoutError::Timeout) => {}
-            Ok(()) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
-        }
-        let now = FileVersion::of(&options.config);
-        if now == seen {
-            continue;
-        }
-        seen = now;
-        match reload(options, &current, (&proxy, &receivers), output) {
-            Ok(fresh) => {
-                current = fresh;
-                remark(output, "the configuration has changed, and the new one is in use");
-            }
-            Err(failure) => {
-                let text = format!("the configuration has changed and is not usable: {failure}");
-                remark(output, &text);
-            }
-        }
+    let mut following = Following { options, current, seen, proxy: &proxy, beside: &beside };
+    following.until(&ended, output)
+}
+
+/// Why the daemon ends.
+enum End {
+    Signal,
+    Helper(io::Result<ExitStatus>),
+}
+
+/// What other processes do for the daemon.
+struct Beside {
+    helper: Arc<Helper>,
+    starter: Arc<ReceiverStarter>,
+    journals: PathBuf,
+}
+
+impl Beside {
+    fn spawn(options: &DaemonOptions, directories: &Directories) -> Result<Self, Failure> {
+        let helper = Arc::new(Helper::spawn(&options.config)?);
+        let starter = ReceiverStarter::spawn(&options.config, directories.runtime())?;
+        Ok(Self { helper, starter: Arc::new(starter), journals: directories.journals() })
+    }
+
+    fn equip(&self, config: &mut ProxyConfig) {
+        config.journals.clone_from(&self.journals);
+        config.domains = Some(Arc::clone(&self.helper) as _);
+        config.keeper = Some(Arc::clone(&self.helper) as _);
+        config.access = Some(Arc::clone(&self.helper) as _);
+        config.receivers = Some(Arc::clone(&self.starter) as _);
     }
 }
 
 /// Where the keeper of this user's daemon listens.
 pub fn keeper_socket(directories: &Directories) -> PathBuf {
+    // Without the ending of guests' control sockets.
     directories.runtime().join("keeper")
 }
 
-fn reload(
-    options: &DaemonOptions,
-    current: &Configuration,
-    (proxy, receivers): (&Proxy, &Arc<dyn Receivers>),
-    output: &Output,
-) -> Result<Configuration, Failure> {
-    let fresh = Configuration::read(&options.config)?;
-    if let Some(what) = current.needs_restart(&fresh) {
-        let text = format!("{what} can't change while the daemon runs: start it again");
-        return Err(Failure::new(Code::Usage, text));
-    }
-    let mut config = fresh.proxy(output)?;
-    config.journals = prepared_directories()?.journals();
-    config.receivers = Some(Arc::clone(receivers));
-    let configured = proxy.reconfigure(config);
-    configured.map_err(|error| Failure::of(Code::Usage, error))?;
-    Ok(fresh)
+/// Follows the configuration file.
+struct Following<'a> {
+    options: &'a DaemonOptions,
+    current: Configuration,
+    seen: Option<FileVersion>,
+    proxy: &'a Proxy,
+    beside: &'a Beside,
 }
 
-fn remark(output: &Output, said: &str) {
-    output.event(&json!({ "event": "configuration", "message": said }), || said.to_owned());
+impl Following<'_> {
+    fn until(&mut self, ended: &Receiver<End>, output: &Output) -> Result<(), Failure> {
+        loop {
+            match ended.recv_timeout(CHECK_PERIOD) {
+                Err(RecvTimeoutError::Timeout) => {}
+                Ok(End::Signal) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
+                Ok(End::Helper(status)) => return Err(without_helper(status)),
+            }
+            let now = FileVersion::of(&self.options.config);
+            if now == self.seen {
+                continue;
+            }
+            self.seen = now;
+            let said = match self.reload(output) {
+                Ok(()) => "the configuration has changed, and the new one is in use".to_owned(),
+                Err(failure) => {
+                    format!("the configuration has changed and is not usable: {failure}")
+                }
+            };
+            output.event(&json!({ "event": "configuration", "message": said }), || said.clone());
+        }
+    }
+
+    fn reload(&mut self, output: &Output) -> Result<(), Failure> {
+        let fresh = Configuration::read(&self.options.config)?;
+        self.current.check_change(&fresh)?;
+        let helper = &self.beside.helper;
+        let qemu = helper.attempt().map_err(failed)?;
+        let configured = fresh.proxy(output, qemu).and_then(|mut config| {
+            self.beside.equip(&mut config);
+            let configured = self.proxy.reconfigure(config);
+            configured.map_err(|error| Failure::of(Code::Usage, error))
+        });
+        if let Err(failure) = configured {
+            helper.abandon().map_err(failed)?;
+            return Err(failure);
+        }
+        helper.adopt().map_err(failed)?;
+        self.current = fresh;
+        Ok(())
+    }
+}
+
+fn failed(error: HelperError) -> Failure {
+    Failure::of(Code::Internal, error)
+}
+
+/// Sockets, libvirt and the keeper are out of reach then. The next daemon has a helper, and finds
+/// what the keeper holds.
+fn without_helper(status: io::Result<ExitStatus>) -> Failure {
+    let how = status.map_or_else(|error| error.to_string(), |status| status.to_string());
+    let text = format!(
+        "the daemon's helper (`vmferry help-daemon`) has ended ({how}), so the daemon ends too: \
+         start it again"
+    );
+    Failure::new(Code::Internal, text)
+}
+
+/// Why a proxy can't start.
+fn unusable(error: ProxyError) -> Failure {
+    let code = match &error {
+        ProxyError::Listen(TransportError::AddressInUse { .. }) => Code::Busy,
+        ProxyError::Listen(_) => Code::Connect,
+        ProxyError::Name { .. } | ProxyError::Twice { .. } | ProxyError::PathTwice { .. } => {
+            Code::Usage
+        }
+        _ => Code::Internal,
+    };
+    Failure::of(code, error)
 }

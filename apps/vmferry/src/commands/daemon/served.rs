@@ -2,7 +2,6 @@
 //! `vmferry status`, `cancel` and `resolve`.
 
 use std::collections::HashMap;
-use std::process::Command;
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
@@ -13,17 +12,20 @@ use vmferry_control::{
 use vmferry_handover::OperatorWord;
 use vmferry_proxy::{DoubtStatus, Phase, Proxy, ProxyEvent, Side};
 
+use super::helper::Helper;
+
 /// The sockets.
 pub struct Guests {
     directories: Directories,
+    helper: Arc<Helper>,
     proxy: Arc<OnceLock<Weak<Proxy>>>,
     servers: Mutex<HashMap<String, Server>>,
 }
 
 impl Guests {
     /// No sockets yet. They work once [`serve`](Self::serve) was called.
-    pub fn new(directories: Directories) -> Self {
-        Self { directories, proxy: Arc::default(), servers: Mutex::default() }
+    pub fn new(directories: Directories, helper: Arc<Helper>) -> Self {
+        Self { directories, helper, proxy: Arc::default(), servers: Mutex::default() }
     }
 
     /// Answers about the guests of this proxy.
@@ -48,7 +50,10 @@ impl Guests {
         if servers.contains_key(guest) {
             return;
         }
-        let about = || Arc::new(MovedGuest { guest: guest.to_owned(), proxy: self.proxy.clone() });
+        let about = || {
+            let (guest, helper) = (guest.to_owned(), Arc::clone(&self.helper));
+            Arc::new(MovedGuest { guest, helper, proxy: self.proxy.clone() })
+        };
         // `vmferry send --libvirt` has the guest's name already.
         let names = [guest.to_owned(), format!("{guest}.daemon")];
         let bound = names
@@ -64,6 +69,7 @@ impl Guests {
 /// Answers for one guest.
 struct MovedGuest {
     guest: String,
+    helper: Arc<Helper>,
     proxy: Arc<OnceLock<Weak<Proxy>>>,
 }
 
@@ -142,12 +148,9 @@ impl MovedGuest {
         let Some(its) = its.filter(|its| its.side == Side::Opener) else {
             return refused("the migration is canceled at the source".into());
         };
-        let mut virsh = Command::new("virsh");
-        virsh.args(["--connect", "qemu:///system", "domjobabort", &its.uuid.to_string()]);
-        match virsh.output() {
-            Ok(output) if output.status.success() => Ok(json!({ "cancelling": true }).into()),
-            Ok(output) => refused(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
-            Err(error) => refused(format!("virsh can't be started: {error}")),
+        match self.helper.abort_job(its.uuid) {
+            Ok(()) => Ok(json!({ "cancelling": true }).into()),
+            Err(error) => refused(vmferry::chain(&error)),
         }
     }
 }

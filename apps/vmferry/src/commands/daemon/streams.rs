@@ -10,11 +10,13 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use vmferry_control::{
-    Answer, ClientError, ControlError, ErrorCode, Handler, Replies, Request, Server, ServerError,
-    call,
+    Answer, BoundServer, ClientError, ControlError, ErrorCode, Handler, Replies, Request, Server,
+    ServerError, call,
 };
 use vmferry_proxy::stream::StreamFailure;
 use vmferry_proxy::{Proxy, ProxyEvent, Side, StreamName};
+
+use crate::exit::{Code, Failure};
 
 /// The name of the socket. No peer can have it, because it begins with a dot.
 const SOCKET: &str = ".daemon";
@@ -115,18 +117,18 @@ struct Target {
 }
 
 impl Streams {
-    /// Serves the socket in the directory of all sockets. It is removed when the server is dropped.
+    /// Serves the socket, which [`bind`] has made. It is removed when the server is dropped.
     ///
     /// # Errors
-    /// Another daemon has the directory, or the system's error.
+    /// There is no thread for it.
     pub fn serve(
         self: &Arc<Self>,
-        directory: &Path,
+        socket: BoundServer,
         proxy: &Arc<Proxy>,
     ) -> Result<Server, ServerError> {
         // It is called once.
         let _ = self.proxy.set(Arc::downgrade(proxy));
-        Server::bind(&directory.join(SOCKET), Arc::new(Served(Arc::clone(self))))
+        socket.serve(Arc::new(Served(Arc::clone(self))))
     }
 
     /// Takes note of an event.
@@ -186,6 +188,23 @@ impl Streams {
             failures: failures.collect(),
         }
     }
+}
+
+/// Makes the socket in the directory of all sockets, and starts no thread.
+///
+/// # Errors
+/// Another daemon has the directory, or the system's error.
+pub fn bind(directory: &Path) -> Result<BoundServer, Failure> {
+    BoundServer::bind(&directory.join(SOCKET)).map_err(|error| match error {
+        ServerError::InUse { .. } => {
+            let text = format!(
+                "another daemon uses {}: end it, or name another `directory`",
+                directory.display()
+            );
+            Failure::new(Code::Busy, text)
+        }
+        error => Failure::of(Code::Internal, error),
+    })
 }
 
 /// Whether the stream goes to another host.

@@ -1,15 +1,9 @@
-//! What a daemon and the process that starts its receivers say to each other: lines of JSON.
+//! What a daemon and the process that starts its receivers say to each other.
 
-use std::io::{self, BufRead, Read};
-
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use vmferry_handover::SessionId;
 use vmferry_wire::GuestIdentity;
-
-/// The longest line.
-const MAX_LINE_BYTES: u64 = 1 << 20;
 
 /// A receiver that the daemon wants.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -53,35 +47,4 @@ pub enum Said {
         /// The event.
         said: Value,
     },
-}
-
-/// Reads a line. `None` at the end, or if the line is too long.
-///
-/// # Errors
-/// The system's.
-pub fn read_line(reader: &mut impl BufRead) -> io::Result<Option<Vec<u8>>> {
-    let mut line = Vec::new();
-    reader.take(MAX_LINE_BYTES).read_until(b'\n', &mut line)?;
-    Ok((line.last() == Some(&b'\n')).then_some(line))
-}
-
-/// Reads a message. `None` at the end.
-///
-/// # Errors
-/// The system's, or a line that is no message.
-pub fn read<T: DeserializeOwned>(reader: &mut impl BufRead) -> io::Result<Option<T>> {
-    match read_line(reader)? {
-        Some(line) => Ok(Some(serde_json::from_slice(&line)?)),
-        None => Ok(None),
-    }
-}
-
-/// A message as a line.
-///
-/// # Errors
-/// None for the messages above.
-pub fn line(message: &impl Serialize) -> io::Result<Vec<u8>> {
-    let mut line = serde_json::to_vec(message)?;
-    line.push(b'\n');
-    Ok(line)
 }

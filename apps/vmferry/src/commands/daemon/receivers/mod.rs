@@ -32,6 +32,7 @@ use vmferry_transport::PeerIdentity;
 use vmferry_wire::{Reason, ReasonCode};
 
 use self::messages::{Ask, Order, Said};
+use super::lines;
 use crate::exit::Failure;
 use crate::output::Output;
 
@@ -45,6 +46,8 @@ pub fn directory(runtime: &Path) -> PathBuf {
 pub struct ReceiverStarter {
     directory: PathBuf,
     asking: Arc<Mutex<Asking>>,
+    /// The process, until [`listen`](Self::listen).
+    unheard: Mutex<Option<(UnixStream, Child)>>,
 }
 
 #[derive(Debug)]
@@ -56,8 +59,8 @@ struct Asking {
 }
 
 impl ReceiverStarter {
-    /// Starts the process. It ends with the daemon.
-    pub fn spawn(config: &Path, runtime: &Path, output: &Output) -> Result<Self, Failure> {
+    /// Starts the process, and no thread. It ends with the daemon.
+    pub fn spawn(config: &Path, runtime: &Path) -> Result<Self, Failure> {
         let (ours, theirs) = UnixStream::pair()?;
         let mut command = Command::new("/proc/self/exe");
         command.args(["start-receivers", "--config"]).arg(std::path::absolute(config)?);
@@ -66,12 +69,17 @@ impl ReceiverStarter {
         let child = command.spawn()?;
         let socket = ours.try_clone()?;
         let asking = Asking { socket, number: 0, waiting: Some(HashMap::new()) };
-        let asking = Arc::new(Mutex::new(asking));
-        let (of_thread, output) = (Arc::clone(&asking), output.clone());
-        std::thread::Builder::new()
-            .name("receivers".into())
-            .spawn(move || listen(ours, child, &of_thread, &output))?;
-        Ok(Self { directory: directory(runtime), asking })
+        let (asking, unheard) = (Arc::new(Mutex::new(asking)), Mutex::new(Some((ours, child))));
+        Ok(Self { directory: directory(runtime), asking, unheard })
+    }
+
+    /// Hears from now on what the process says. Without this, requests get no answer.
+    pub fn listen(&self, output: &Output) -> Result<(), Failure> {
+        let Some((ours, child)) = self.unheard.lock().take() else { return Ok(()) };
+        let (asking, output) = (Arc::clone(&self.asking), output.clone());
+        let thread = std::thread::Builder::new().name("receivers".into());
+        thread.spawn(move || listen(ours, child, &asking, &output))?;
+        Ok(())
     }
 }
 
@@ -97,7 +105,7 @@ impl Receivers for ReceiverStarter {
             asking.number += 1;
             let number = asking.number;
             asking.waiting.as_mut().ok_or_else(ended)?.insert(number, answer);
-            let line = messages::line(&Ask { number, order });
+            let line = lines::line(&Ask { number, order });
             if line.and_then(|line| asking.socket.write_all(&line)).is_err() {
                 return Err(ended());
             }
@@ -118,7 +126,7 @@ impl Receivers for ReceiverStarter {
 /// Reads what the process says, until it ends.
 fn listen(socket: UnixStream, mut child: Child, asking: &Mutex<Asking>, output: &Output) {
     let mut reader = BufReader::new(socket);
-    while let Ok(Some(said)) = messages::read(&mut reader) {
+    while let Ok(Some(said)) = lines::read(&mut reader) {
         match said {
             Said::Answer { number, refusal } => {
                 let answer = match refusal {

@@ -17,12 +17,13 @@ use vmferry_handover::{DestinationState, SessionId};
 use vmferry_proxy::is_plain_name;
 use vmferry_wire::{Reason, ReasonCode};
 
-use super::messages::{self, Ask, Order, Said};
+use super::messages::{Ask, Order, Said};
 use super::receiver;
 use super::record::Record;
 use super::template::{self, Purpose};
 use crate::args::ReceiverStarterOptions;
 use crate::commands::daemon::config::Configuration;
+use crate::commands::daemon::lines;
 use crate::commands::prepared_directories;
 use crate::exit::Failure;
 
@@ -75,7 +76,7 @@ pub fn serve(options: &ReceiverStarterOptions) -> Result<(), Failure> {
         receiver::follow(record, place)?;
     }
     let mut reader = BufReader::new(socket);
-    while let Some(Ask { number, order }) = messages::read(&mut reader)? {
+    while let Some(Ask { number, order }) = lines::read(&mut reader)? {
         let of_thread = Arc::clone(&shared);
         let spawned = std::thread::Builder::new().name("start".into()).spawn(move || {
             let refusal = start(&of_thread, order).err();
@@ -93,7 +94,7 @@ pub fn serve(options: &ReceiverStarterOptions) -> Result<(), Failure> {
 
 fn say(mut socket: &UnixStream, to_say: &Receiver<Said>) {
     while let Ok(said) = to_say.recv() {
-        let written = messages::line(&said).and_then(|line| socket.write_all(&line));
+        let written = lines::line(&said).and_then(|line| socket.write_all(&line));
         if written.is_err() {
             return;
         }

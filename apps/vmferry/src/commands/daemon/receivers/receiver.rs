@@ -10,10 +10,11 @@ use serde_json::Value;
 use vmferry_qemu::{ProcessIdentity, wait_for_end};
 use vmferry_wire::{Reason, ReasonCode};
 
-use super::messages::{Order, Said, read_line};
+use super::messages::{Order, Said};
 use super::process::{Place, Shared};
 use super::record::{self, Record};
 use super::template::Purpose;
+use crate::commands::daemon::lines::read_line;
 
 /// How long a receiver may take until it waits for its source: QEMU may populate its memory first.
 /// The source waits a little longer.

@@ -20,8 +20,9 @@ pub struct Daemon {
 
 /// Checks the configuration, and whether a daemon uses it. `None` if it is wrong.
 pub fn look(path: &Path, output: &Output, findings: &mut Findings) -> Option<Daemon> {
-    let read = Configuration::read(path)
-        .and_then(|configuration| Ok((configuration.proxy(output)?, configuration)));
+    let read = Configuration::read(path).and_then(|configuration| {
+        Ok((configuration.proxy(output, configuration.qemu_owner()?)?, configuration))
+    });
     let (proxy, configuration) = match read {
         Ok(read) => read,
         Err(failure) => {

@@ -106,6 +106,8 @@ fn look_at_libvirt(to: &str, theirs: &LibvirtFacts, hosts: &Hosts, findings: &mu
 
 #[cfg(test)]
 mod tests {
+    use vmferry_proxy::Owner;
+
     use super::*;
     use crate::commands::daemon::config::Configuration;
     use crate::commands::libvirt::Releases;
@@ -114,7 +116,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "listen = \"127.0.0.1:0\"\nplain = true").unwrap();
         let configuration = Configuration::read(file.path()).unwrap();
-        let proxy = configuration.proxy(&Output::new(false, true)).unwrap();
+        let proxy = configuration.proxy(&Output::new(false, true), Owner::default()).unwrap();
         let daemon = Daemon { configuration, proxy };
         let releases = Releases { libvirt: Some("11.3.0".into()), qemu: Some("10.0.2".into()) };
         let libvirt = Libvirt { releases, qemu_user: None, guest: None };
