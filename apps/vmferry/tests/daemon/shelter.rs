@@ -10,7 +10,7 @@ use vmferry_libvirt_lab::LibvirtVersion;
 
 use crate::doubt::{Finishing, finishing, guest_runs_at_the_destination_only, source_waits_paused};
 use crate::sessions::finish_of;
-use crate::support::{Daemon, Host, Hosts, LIMIT, linux, must_succeed};
+use crate::support::{Daemon, Host, Hosts, LIMIT, child_of, linux, must_succeed};
 
 fn is(name: &'static str) -> impl Fn(&Value) -> bool {
     move |event| event["event"] == name
@@ -85,19 +85,9 @@ fn word_about_a_guest_that_moves_paused_comes_by_itself() {
     }
 }
 
-/// The keeper of a host's daemon, which is its child.
+/// The keeper of a host's daemon, which is its helper's child.
 fn keeper_of(daemon: Pid) -> Option<Pid> {
-    let parent = daemon.as_raw_nonzero().get().to_string();
-    let processes = std::fs::read_dir("/proc").unwrap().flatten();
-    processes.into_iter().find_map(|process| {
-        let pid = process.file_name().to_str()?.parse().ok()?;
-        let command = std::fs::read(process.path().join("cmdline")).ok()?;
-        let stat = std::fs::read_to_string(process.path().join("stat")).ok()?;
-        let mut fields = stat.rsplit_once(") ")?.1.split(' ');
-        let (state, its_parent) = (fields.next()?, fields.next()?);
-        let is_keeper = String::from_utf8_lossy(&command).contains("keep-connections");
-        (is_keeper && state != "Z" && its_parent == parent).then(|| Pid::from_raw(pid)).flatten()
-    })
+    child_of(child_of(daemon, "help-daemon")?, "keep-connections")
 }
 
 #[test]

@@ -120,14 +120,9 @@ impl Host {
     /// Kills the helper of the daemon, which ends with an error then.
     pub fn end_daemon_by_its_helper(&mut self) {
         let mut daemon = self.daemon.take().unwrap();
-        let pid = daemon.child.id();
-        let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
-        let is_helper = |child: &&str| {
-            let line = std::fs::read_to_string(format!("/proc/{child}/cmdline")).unwrap();
-            line.split('\0').any(|word| word == "help-daemon")
-        };
-        let helper = children.split_whitespace().find(is_helper).unwrap().parse().unwrap();
-        kill_process(Pid::from_raw(helper).unwrap(), Signal::KILL).unwrap();
+        let pid = Pid::from_raw(daemon.child.id().cast_signed()).unwrap();
+        let helper = child_of(pid, "help-daemon").unwrap();
+        kill_process(helper, Signal::KILL).unwrap();
         daemon.wait_for("says why it ends", |event| {
             event["error"]["message"].as_str().is_some_and(|said| said.contains("helper"))
         });
@@ -220,6 +215,21 @@ impl Drop for Daemon {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// A running child of a process, by a word in its command line.
+pub fn child_of(parent: Pid, word: &str) -> Option<Pid> {
+    let parent = parent.as_raw_nonzero().get().to_string();
+    let processes = std::fs::read_dir("/proc").unwrap().flatten();
+    processes.into_iter().find_map(|process| {
+        let pid = process.file_name().to_str()?.parse().ok()?;
+        let command = std::fs::read(process.path().join("cmdline")).ok()?;
+        let stat = std::fs::read_to_string(process.path().join("stat")).ok()?;
+        let mut fields = stat.rsplit_once(") ")?.1.split(' ');
+        let (state, its_parent) = (fields.next()?, fields.next()?);
+        let is_it = String::from_utf8_lossy(&command).contains(word);
+        (is_it && state != "Z" && its_parent == parent).then(|| Pid::from_raw(pid)).flatten()
+    })
 }
 
 /// Runs `vmferry` on this machine.

@@ -20,7 +20,7 @@ const UNITS: [Unit; 2] = [
     Unit { name: "vmferry-receive", max_exposure: "20", capabilities: "CapabilityBoundingSet=\n" },
     Unit {
         name: "vmferry-daemon",
-        max_exposure: "35",
+        max_exposure: "25",
         capabilities: "CapabilityBoundingSet=CAP_CHOWN CAP_DAC_OVERRIDE CAP_FOWNER\n",
     },
 ];
