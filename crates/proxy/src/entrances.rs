@@ -2,12 +2,12 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use vmferry_handover::SessionId;
@@ -17,6 +17,7 @@ use crate::config::ProxyConfig;
 use crate::error::ProxyError;
 use crate::event::ProxyEvent;
 use crate::libvirt;
+use crate::opened::OpenedStreams;
 use crate::outgoing::open;
 use crate::proxy::{Ends, Entry, Shared};
 use crate::records::Target;
@@ -114,8 +115,9 @@ impl Entrances {
 fn listen_for_libvirt(shared: &Arc<Shared>, peer: String) -> Result<LocalSocket, ProxyError> {
     let listener = LocalListener::new(&shared.access, Entrance::Libvirt { peer: peer.clone() })?;
     let shared = Arc::downgrade(shared);
-    LocalSocket::start(listener, move |socket| {
-        let Some(shared) = shared.upgrade() else { return };
+    LocalSocket::start(Arc::new(listener), move |listener| {
+        let socket = connection(listener)?;
+        let Some(shared) = shared.upgrade() else { return Ok(()) };
         let mut session = SessionId([0; 16]);
         let random = getrandom::fill(&mut session.0).map_err(|error| error.to_string());
         let target = Target::Libvirt { directory: peer.clone(), session };
@@ -126,6 +128,7 @@ fn listen_for_libvirt(shared: &Arc<Shared>, peer: String) -> Result<LocalSocket,
             Ok(ends) => drop(open(&shared, &peer, target, ends, None)),
             Err(reason) => refuse(&shared, &target, reason),
         }
+        Ok(())
     })
 }
 
@@ -136,11 +139,13 @@ fn listen_for_rule(
 ) -> Result<LocalSocket, ProxyError> {
     let listener = LocalListener::new(&shared.access, Entrance::Rule { name: rule.to_owned() })?;
     let (shared, mut last) = (Arc::downgrade(shared), Weak::new());
-    LocalSocket::start(listener, move |socket| {
-        let Some(shared) = shared.upgrade() else { return };
+    LocalSocket::start(Arc::new(listener), move |listener| {
+        let socket = connection(listener)?;
+        let Some(shared) = shared.upgrade() else { return Ok(()) };
         let (peer, name) = leads_to.lock().clone();
         last = open_plain(&shared, &peer, Target::Forward { name }, socket, last.upgrade())
             .map_or_else(Weak::new, |entry| Arc::downgrade(&entry));
+        Ok(())
     })
 }
 
@@ -155,13 +160,15 @@ pub(crate) fn listen_for_migration(
     opened: Arc<OpenedStreams>,
 ) -> Result<LocalSocket, ProxyError> {
     let entrance = Entrance::Migration { peer: peer.to_owned(), file: file.clone() };
-    let listener = LocalListener::new(&shared.access, entrance)?;
+    let listener = Arc::new(LocalListener::new(&shared.access, entrance)?);
+    opened.listen(&listener);
     let (shared, peer) = (Arc::downgrade(shared), peer.to_owned());
     let target = Target::Socket { directory: peer.clone(), file };
-    let socket = LocalSocket::start(listener, move |socket| {
-        let Some(shared) = shared.upgrade() else { return };
-        let entry = open_plain(&shared, &peer, target.clone(), socket, opened.last());
-        opened.add(entry);
+    let socket = LocalSocket::start(listener, move |listener| {
+        opened.accept(listener, |socket, last| {
+            let shared = shared.upgrade()?;
+            open_plain(&shared, &peer, target.clone(), socket, last)
+        })
     })?;
     socket.begin();
     Ok(socket)
@@ -183,41 +190,24 @@ fn open_plain(
     }
 }
 
-/// The streams of a migration's memory and disks, in the order of their connections.
-#[derive(Debug, Default)]
-pub(crate) struct OpenedStreams(Mutex<Vec<Weak<Entry>>>);
-
-impl OpenedStreams {
-    fn add(&self, entry: Option<Arc<Entry>>) {
-        let mut all = self.0.lock();
-        all.retain(|known| known.strong_count() > 0);
-        all.extend(entry.as_ref().map(Arc::downgrade));
-    }
-
-    fn last(&self) -> Option<Arc<Entry>> {
-        self.0.lock().last().and_then(Weak::upgrade)
-    }
-
-    /// Waits until the peer has connected all of them to its programs, or they are over, or the
-    /// time has come.
-    pub fn await_first_links(&self, deadline: Instant) {
-        let all: Vec<_> = self.0.lock().iter().filter_map(Weak::upgrade).collect();
-        for entry in all {
-            entry.stream.await_first_link(deadline);
-        }
-    }
-}
-
 /// Says that a connection of a local program was closed.
 pub(crate) fn refuse(shared: &Shared, target: &Target, reason: String) {
     let wanted = format!("open {target}");
     shared.tell(ProxyEvent::Refused { peer: "a local program".into(), wanted, reason });
 }
 
+/// Accepts a connection that waits.
+pub(crate) fn connection(listener: &UnixListener) -> io::Result<UnixStream> {
+    let (socket, _) = listener.accept()?;
+    socket.set_nonblocking(false)?;
+    Ok(socket)
+}
+
 impl LocalSocket {
+    /// `accept` accepts one connection.
     fn start(
-        listener: LocalListener,
-        mut accept: impl FnMut(UnixStream) + Send + 'static,
+        listener: Arc<LocalListener>,
+        mut accept: impl FnMut(&UnixListener) -> io::Result<()> + Send + 'static,
     ) -> Result<Self, ProxyError> {
         let failed = |action| move |source| ProxyError::System { action, source };
         listener.socket.set_nonblocking(true).map_err(failed("listen"))?;
@@ -230,12 +220,8 @@ impl LocalSocket {
             }
             // False after a wake-up, which is the end.
             while of_thread.wait(&listener.socket).unwrap_or(false) {
-                match listener.socket.accept() {
-                    Ok((socket, _)) => {
-                        if socket.set_nonblocking(false).is_ok() {
-                            accept(socket);
-                        }
-                    }
+                match accept(&listener.socket) {
+                    Ok(()) => {}
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                     // Such as: no descriptor is free. It may be better soon.
                     Err(_) => std::thread::sleep(Duration::from_millis(100)),

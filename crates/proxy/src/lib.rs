@@ -24,6 +24,7 @@ mod host_sockets;
 mod incoming;
 mod keeper;
 mod libvirt;
+mod opened;
 mod outgoing;
 mod packers;
 mod packing;

@@ -29,10 +29,11 @@ use vmferry_wire::GuestIdentity;
 
 use crate::access::{self, Exit, SocketOrder};
 use crate::config::is_plain_name;
-use crate::entrances::{LocalSocket, OpenedStreams, listen_for_migration};
+use crate::entrances::{LocalSocket, listen_for_migration};
 use crate::error::ProxyError;
 use crate::event::ProxyEvent;
 use crate::keeper::HeldConnection;
+use crate::opened::OpenedStreams;
 use crate::outgoing::LIBVIRT_SOCKET;
 use crate::proxy::{Ends, Shared};
 pub use arrivals::{DomainState, Domains};

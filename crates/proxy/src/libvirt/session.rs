@@ -15,8 +15,8 @@ use super::ledger::{LedgerError, SourceLedger};
 use super::settle::Unanswered;
 use super::shelter::{Awaited, MAX_AWAITED, has_ended};
 use super::{MigrationStatus, Phase};
-use crate::entrances::OpenedStreams;
 use crate::event::{ProxyEvent, Side};
+use crate::opened::OpenedStreams;
 use crate::proxy::Shared;
 
 /// How long a Finish waits for streams that the peer has not connected to its QEMU yet. When a

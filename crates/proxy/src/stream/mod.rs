@@ -35,6 +35,7 @@ pub use local_reader::{LocalReader, Tap};
 pub use local_writer::{LocalWriter, Output, OutputError};
 use pace::Pace;
 pub use waker::Waker;
+pub(crate) use waker::is_readable;
 use window::SendWindow;
 
 /// The most bytes of frames that a peer may send before they are placed. Bounds the memory of a

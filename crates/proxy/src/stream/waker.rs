@@ -2,7 +2,6 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::net::UnixStream;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
@@ -51,7 +50,7 @@ impl Waker {
 ///
 /// # Errors
 /// The system's.
-pub fn is_readable(socket: &UnixStream, wait: std::time::Duration) -> io::Result<bool> {
+pub fn is_readable(socket: &impl AsFd, wait: std::time::Duration) -> io::Result<bool> {
     let wait = Timespec { tv_sec: 0, tv_nsec: wait.subsec_nanos().into() };
     match poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&wait)) {
         Ok(ready) => Ok(ready > 0),
