@@ -1,5 +1,5 @@
-//! What `vmferry receive` and `vmferry daemon` may still access after they restrict themselves. They
-//! do so before they accept connections.
+//! What `vmferry receive` and `vmferry daemon` may still access after they restrict themselves.
+//! They do so before they accept connections.
 
 use std::path::{Path, PathBuf};
 

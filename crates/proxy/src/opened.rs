@@ -84,7 +84,7 @@ impl Opened {
 #[cfg(test)]
 mod tests {
     use std::collections::HashMap;
-    use std::sync::mpsc::channel;
+    use std::sync::mpsc::{TryRecvError, channel};
 
     use super::*;
     use crate::access::{Entrance, HostAccess};
@@ -116,14 +116,12 @@ mod tests {
                 opened.await_first_links(Instant::now() + Duration::from_secs(60));
                 done.send(()).unwrap();
             });
-            opened
-                .accept(&listener.socket, |_, last| {
-                    assert!(last.is_none());
-                    // The lock is held: nobody can have seen an empty queue.
-                    assert!(finished.try_recv().is_err());
-                    None
-                })
-                .unwrap();
+            // True once the thread waits. It looks again then, and waits on.
+            while !opened.changed.notify_one() {
+                assert_eq!(finished.try_recv(), Err(TryRecvError::Empty), "it did not wait");
+                std::thread::yield_now();
+            }
+            opened.accept(&listener.socket, |_, _| None).unwrap();
         });
         assert_eq!(finished.recv(), Ok(()));
     }

@@ -16,7 +16,7 @@ use serde_json::Value;
 use Argument::{Bytes, Number, Strings};
 
 /// Returned by the filter.
-pub const ENOSYS: i64 = -libc::ENOSYS as i64;
+const ENOSYS: i64 = -libc::ENOSYS as i64;
 /// Returned by Landlock.
 pub const EACCES: i64 = -libc::EACCES as i64;
 

@@ -33,8 +33,8 @@ fn move_with_a_throttle(kind: &str) -> bool {
     });
     let listen = format!("unix:{}", world.path("in.sock").display());
     let (mut destination, address) = b.receive(&["--listen", &listen]);
-    // At this rate a round takes half a second, in which the guest rewrites everything. A slower link
-    // would be too slow for 1 % of a guest on a fast machine.
+    // At this rate a round takes half a second, in which the guest rewrites everything. On a fast
+    // machine, 1 % of a guest would outrun a slower link.
     let send = |downtime: &str, rounds: &str, throttle: &str| {
         let limits = ["--downtime-limit", downtime, "--max-rounds", rounds, "--throttle", throttle];
         let send = ["send", "web", "--to", &address, "--verify", "--max-bandwidth", "64M"];

@@ -1,5 +1,6 @@
-//! A guest that another program moves over two `[[forward]]` rules, as Proxmox VE moves guests over
-//! `ssh -L`: memory and a disk of its own, each through a Unix socket, without vmferry's knowledge.
+//! A guest that another program moves over two `[[forward]]` rules, as Proxmox VE moves guests
+//! over `ssh -L`: its memory and its own disk each go through a Unix socket. vmferry does not know
+//! the guest.
 
 use std::path::Path;
 
@@ -53,7 +54,7 @@ fn check(qemu: &mut Qemu) {
     assert_eq!((said.get("disk_errors"), said.get("corruptions")), (0, 0), "{said:?}");
 }
 
-/// What `qm migrate` tells the QEMU of the destination before.
+/// Makes the destination's QEMU wait for the disk and for the memory.
 fn prepare(there: &mut Monitor, sockets: &Sockets) {
     let address = json!({ "type": "unix", "data": { "path": sockets.disk } });
     there.execute("nbd-server-start", json!({ "addr": address }));
@@ -65,7 +66,7 @@ fn unix(socket: &Path) -> String {
     format!("unix:{}", socket.display())
 }
 
-/// Copies the disk until both are equal at all times.
+/// Copies the disk, and from then on every write to it.
 fn mirror(here: &mut Monitor, sockets: &Sockets) {
     let target = format!("nbd:{}:exportname=drive-virtio0", unix(&sockets.disk));
     let mirror = json!({
@@ -116,7 +117,7 @@ fn guest_moves_with_its_disk_over_rules_while_links_break() {
 
     let mut here = machine(&lab, "here.raw").start(&lab, "here");
     check(&mut here);
-    // `qm` continues the guest itself.
+    // The program that moves the guest also continues it.
     let mut there = machine(&lab, "there.raw").with(&["-S"]).incoming(&lab, "there");
     let (mut of_here, mut of_there) = (Monitor::connect(&here.qmp), Monitor::connect(&there.qmp));
     prepare(&mut of_there, &far);
