@@ -158,6 +158,9 @@ fn move_batch(
         };
         (*count, *failures) = (*count + 1, *failures + failed);
         if failed > 0 {
+            // QEMU may go on trying for many minutes after libvirt has given up, and libvirt would
+            // refuse the next migration. There may be no job.
+            drop(lab.hosts[guest.host].libvirt.virsh(&["domjobabort", guest.name()]));
             let said = String::from_utf8_lossy(&done.stderr).into_owned();
             eprintln!("libvirt: {}: {}: {}", way.name(), guest.name(), said.trim());
             eprintln!("{}", lab.daemons_said());

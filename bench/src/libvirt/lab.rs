@@ -138,10 +138,17 @@ impl Host {
         Place { name: self.libvirt.name().to_owned(), address: self.address }
     }
 
-    /// The processes that live as long as the host: libvirtd, the daemon and `socat`.
+    /// The processes that live as long as the host: libvirtd, the daemon with the processes beside
+    /// it, and `socat`.
     pub fn services(&self) -> Vec<u32> {
         let mut services = vec![self.libvirt.libvirtd_pid()];
-        services.extend(self.services.iter().map(Child::id));
+        for service in self.services.iter().map(Child::id) {
+            services.push(service);
+            // A process that has ended has no children.
+            let path = format!("/proc/{service}/task/{service}/children");
+            let children = std::fs::read_to_string(path).unwrap_or_default();
+            services.extend(children.split_whitespace().filter_map(|pid| pid.parse::<u32>().ok()));
+        }
         services
     }
 
