@@ -52,10 +52,10 @@ impl Probes {
             .write_all(&reply)
             .and_then(|()| writer.flush())
             .map_err(|error| TransportError::from_io(error, &peer.address))?;
-        if pass.is_none() {
+        let Some(pass) = pass else {
             let _ = writer.finish();
             return Ok(());
-        }
+        };
         let config = shared.config();
         let policy = config.policy.as_deref();
         // A peer that may send nothing here is told nothing about this host.
@@ -66,7 +66,7 @@ impl Probes {
             libvirt.qemu_user = Some(config.qemu.uid);
             libvirt.directory = Some(config.directory.clone());
         }
-        answer(reader, writer, peer, policy, &facts)
+        answer(reader, writer, peer, policy, &facts, pass)
     }
 }
 

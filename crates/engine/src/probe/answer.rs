@@ -31,7 +31,8 @@ impl Drop for Pass<'_> {
     }
 }
 
-/// Answers a probe after its greeting, until the peer closes the channel.
+/// Answers a probe after its greeting, until the peer closes the channel. Gives `pass` back before
+/// the peer can see the end of the channel, so that the peer may ask again at once.
 ///
 /// [`MigrateError::Refused`] for a source that the policy does not admit, which receives the
 /// refusal and nothing else. Otherwise the error of the channel or the peer's violation of the
@@ -42,6 +43,7 @@ pub fn answer(
     peer: &PeerIdentity,
     policy: Option<&dyn Admission>,
     host: &HostFacts,
+    pass: Pass<'_>,
 ) -> Result<(), MigrateError> {
     let deadline = Instant::now() + PROBE_TIME;
     let mut budget = Budget::default();
@@ -57,6 +59,7 @@ pub fn answer(
     let shown = refusal.as_deref().map(bounded);
     send(writer, &ProbeMessage::Tell { refusal: shown, facts })?;
     if is_refused {
+        drop(pass);
         let _ = writer.finish();
         let text = refusal.unwrap_or_default();
         let reason = vmferry_wire::Reason::new(vmferry_wire::ReasonCode::Unauthorized, &text);

@@ -102,6 +102,8 @@ pub fn probe(
         Some(measure(&mut messages, &mut writer, load, watch)?)
     };
     let _ = writer.finish();
+    // The peer admits the next probe before it closes the channel.
+    let _ = messages.receive();
     Ok(Probed { peer, refusal, host, link })
 }
 

@@ -59,6 +59,18 @@ fn report_is_made_for_one_host_at_a_time() {
     assert_eq!(libvirt.directory, Some(hosts.directory.path().join("b")));
 }
 
+#[test]
+fn host_may_ask_again_as_soon_as_it_has_its_answer() {
+    for rule in [Rule::Guest("web"), Rule::Nobody] {
+        let rule: Arc<dyn Admission> = Arc::new(rule);
+        let hosts = Hosts::with(|config| config.policy = Some(Arc::clone(&rule)));
+        let dialer = Dialer::new(hosts.b.as_ref().unwrap().address().clone(), None);
+        for _ in 0..100 {
+            ask(&dialer, "web").unwrap();
+        }
+    }
+}
+
 /// Admits one guest of one host, or no host.
 #[derive(Debug)]
 enum Rule {

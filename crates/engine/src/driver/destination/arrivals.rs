@@ -189,7 +189,7 @@ pub fn receive_greeting(
             }
         }
         Role::Probe => {
-            let Some(_pass) = probes.gate.enter() else {
+            let Some(pass) = probes.gate.enter() else {
                 // A peer that does not wait for the answer loses nothing.
                 let _ = connection.dismiss(&LastWords::Status(HelloStatus::Busy), timeout);
                 let reason = Reason::new(ReasonCode::Busy, "another host is asking");
@@ -197,7 +197,7 @@ pub fn receive_greeting(
             };
             reply(&mut connection, HelloStatus::Ok, 0)?;
             let Connection { reader, writer, peer, .. } = &mut connection;
-            probe::answer(reader, writer, peer, policy, &probes.host)?;
+            probe::answer(reader, writer, peer, policy, &probes.host, pass)?;
             return Ok(None);
         }
         Role::Stream | Role::Other(_) => {
