@@ -21,6 +21,7 @@ mod disk;
 mod guest;
 mod lab;
 mod rows;
+mod warmth;
 mod way;
 mod yardsticks;
 

@@ -46,8 +46,7 @@ impl CpuMeter {
     /// Begins to measure both hosts' services, and the QEMUs of these guests.
     pub fn start(lab: &Lab, guests: &[&str]) -> anyhow::Result<Self> {
         let mut hosts = lab.hosts.each_ref().map(|host| {
-            let pid_file = |name| host.libvirt.path(format!("/run/libvirt/qemu/{name}.pid"));
-            let pid_files = guests.iter().map(pid_file).collect();
+            let pid_files = guests.iter().map(|name| host.libvirt.pid_file(name)).collect();
             Processes { services: host.services(), pid_files, times: BTreeMap::new() }
         });
         hosts.iter_mut().for_each(|host| host.read(true));

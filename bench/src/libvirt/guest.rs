@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, ensure};
 use vmferry_libvirt_lab::{Disk, Domain};
-use vmferry_memory::{GuestMemory, MemoryKind, PageRun, SlotId, SlotLayout};
 
 use super::cpu::CpuMeter;
 use super::lab::Lab;
+use super::warmth::WarmMemory;
 use super::way::Way;
 use crate::interrupt;
 use crate::qemus::Beats;
@@ -105,7 +105,8 @@ impl<'a> Guest<'a> {
     pub fn move_on(&mut self, way: Way, disk: bool) -> anyhow::Result<Sample> {
         ensure!(!interrupt::received(), "interrupted");
         let (lab, from, to) = (self.lab, self.host, 1 - self.host);
-        warm_up(self.workload.mib)?;
+        let there = &lab.hosts[to].libvirt;
+        let memory = WarmMemory::allocate(self.workload.mib, there.pid_file(self.name()))?;
         std::thread::sleep(SETTLE);
         let listening = Listening::start(self.beat_socket(to))?;
         let wire_before = wire_bytes(lab)?;
@@ -114,6 +115,7 @@ impl<'a> Guest<'a> {
         let done = self.command(way, disk).output()?;
         let total_ms = begun.elapsed().as_secs_f64() * 1e3;
         let cpu_s = cpu.stop()?;
+        memory.free()?;
         let there = listening.stop()?;
         must_succeed(lab, &done)?;
         let there = there.context("the guest's debug port is not open at the destination")?;
@@ -210,16 +212,6 @@ impl Listening {
         self.stop.store(true, Ordering::Release);
         self.thread.join().map_err(|_| anyhow!("a thread panicked"))
     }
-}
-
-/// Warms up this machine's memory. A virtual machine returns memory that was free for long to its
-/// host, and getting it back is slow. The cost would be charged to the first way.
-fn warm_up(mib: u64) -> anyhow::Result<()> {
-    let pages = mib << 8;
-    let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages }];
-    let memory = GuestMemory::allocate(&layout, MemoryKind::Thp)?;
-    memory.populate(PageRun { slot: SlotId(0), first: 0, pages })?;
-    Ok(())
 }
 
 /// Bytes that the first host has received and sent on the cable.

@@ -72,8 +72,12 @@ impl LibvirtHost {
 
     /// The process of the domain's QEMU, if the domain runs.
     pub fn qemu_pid(&self, name: &str) -> Option<u32> {
-        let file = self.path_in_run(Path::new("libvirt/qemu").join(format!("{name}.pid")));
-        std::fs::read_to_string(file).ok()?.trim().parse().ok()
+        std::fs::read_to_string(self.pid_file(name)).ok()?.trim().parse().ok()
+    }
+
+    /// The file with the PID of the domain's QEMU. libvirt removes it when the QEMU has ended.
+    pub fn pid_file(&self, name: &str) -> PathBuf {
+        self.path_in_run(Path::new("libvirt/qemu").join(format!("{name}.pid")))
     }
 
     /// The file that the domain's serial console writes on this host. libvirt empties it when it
