@@ -5,6 +5,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::io::Errno;
+use rustix::net::RecvFlags;
 use vmferry_codec::{EncodedFrame, StreamEncoder};
 use vmferry_memory::GuestBytes;
 
@@ -21,6 +23,9 @@ const BUFFER_BYTES: usize = PIECE_BYTES + 4 * vmferry::vmm::streamed::LONGEST_RE
 
 /// How long a piece waits for more bytes while the link is busy with others.
 const LINGER: Duration = Duration::from_millis(1);
+
+/// How long it does not look whether there are any.
+const PAUSE: Duration = Duration::from_micros(50);
 
 /// Looks at a stream's bytes on their way, and may change them.
 pub trait Tap: Send {
@@ -99,39 +104,55 @@ impl LocalReader {
                 let is_full = filled == buffer.len();
                 taken += self.packer.parse(&buffer[taken..filled], taken, is_full);
             }
-            let full = taken >= PIECE_BYTES || filled == buffer.len();
-            if full || taken > 0 && !self.more_comes()? {
+            if taken >= PIECE_BYTES || filled == buffer.len() {
                 break false;
             }
-            // A blocked `read` of a Unix socket also wakes when the other direction is drained.
-            if !self.waker.wait(&self.socket)? {
-                continue;
-            }
-            match self.socket.read(&mut buffer[filled..]) {
-                Ok(0) => {
+            match self.read(&mut buffer[filled..], taken > 0)? {
+                Some(0) => {
                     taken = filled;
                     break true;
                 }
-                Ok(read) => {
-                    Counters::add(&self.stream.counters.read, read);
-                    filled += read;
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {
-                    taken = filled;
-                    break true;
-                }
-                Err(error) => return Err(error),
+                Some(read) => filled += read,
+                None => break false,
             }
         };
         rest.extend_from_slice(&buffer[taken..filled]);
         Ok(Cut { bytes: taken, last })
     }
 
-    /// Whether more can be read now, or soon while the link has something to send.
+    /// Reads some bytes; none at the end. `None` if a piece that `is_begun` is not to wait for more.
+    fn read(&self, into: &mut [u8], is_begun: bool) -> io::Result<Option<usize>> {
+        loop {
+            match rustix::net::recv(&self.socket, &mut *into, RecvFlags::DONTWAIT) {
+                Ok((read, _)) => {
+                    Counters::add(&self.stream.counters.read, read);
+                    return Ok(Some(read));
+                }
+                Err(Errno::CONNRESET) => return Ok(Some(0)),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) if is_begun => {
+                    if !self.more_comes()? {
+                        return Ok(None);
+                    }
+                }
+                Err(Errno::AGAIN) => {
+                    // A blocked `recv` of a Unix socket also wakes when the other direction is
+                    // drained.
+                    self.waker.wait(&self.socket)?;
+                }
+                Err(errno) => return Err(errno.into()),
+            }
+        }
+    }
+
+    /// Whether more can be read soon, while the link has something to send. The process has time to
+    /// fill its socket: each of its writes would wake this thread, and it writes 32 KiB at a time.
     fn more_comes(&self) -> io::Result<bool> {
-        let idle = self.stream.is_sender_idle();
-        is_readable(&self.socket, if idle { Duration::ZERO } else { LINGER })
+        if self.stream.is_sender_idle() {
+            return Ok(false);
+        }
+        self.waker.pause(PAUSE)?;
+        is_readable(&self.socket, LINGER)
     }
 
     /// Encodes and sends the piece in the frame's buffer.

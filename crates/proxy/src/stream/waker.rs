@@ -2,6 +2,7 @@
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
@@ -44,15 +45,27 @@ impl Waker {
         }
         Ok(!polled[0].revents().is_empty())
     }
+
+    /// Waits for less than a second, or until a wake-up, which also ends the next wait.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn pause(&self, time: Duration) -> io::Result<()> {
+        is_readable(&self.0, time).map(drop)
+    }
+}
+
+/// A time of less than a second.
+fn timespec(time: Duration) -> Timespec {
+    Timespec { tv_sec: 0, tv_nsec: time.subsec_nanos().into() }
 }
 
 /// Whether `socket` is readable or has ended within `wait` (less than a second).
 ///
 /// # Errors
 /// The system's.
-pub fn is_readable(socket: &impl AsFd, wait: std::time::Duration) -> io::Result<bool> {
-    let wait = Timespec { tv_sec: 0, tv_nsec: wait.subsec_nanos().into() };
-    match poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&wait)) {
+pub fn is_readable(socket: &impl AsFd, wait: Duration) -> io::Result<bool> {
+    match poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&timespec(wait))) {
         Ok(ready) => Ok(ready > 0),
         Err(rustix::io::Errno::INTR) => Ok(false),
         Err(errno) => Err(errno.into()),
