@@ -93,7 +93,7 @@ struct Size {
 const USUAL: Size = Size {
     guest: [1024, 768, 100],
     disk_mib: 1024,
-    uncapped_runs: 5,
+    uncapped_runs: 9,
     capped_runs: 3,
     cuts: (11, 6),
     yardstick_mib: [512, 64],
