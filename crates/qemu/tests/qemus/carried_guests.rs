@@ -1,11 +1,7 @@
 //! Guests of real QEMUs that can't be attached, and are carried by the engine.
 
-use crate::support::carry;
-use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World};
-
-fn all() -> bool {
-    std::env::var_os("VMFERRY_TEST_ALL").is_some()
-}
+use crate::support::{all, carry, versions};
+use vmferry_qemu_lab::{Backend, Machine, Qemu, World};
 
 /// Waits until the guest has checked all its memory, and its disk if it has one, without an error.
 fn check(qemu: &mut Qemu) {
@@ -43,7 +39,7 @@ fn with_devices(machine: Machine, world: &World) -> Machine {
 #[test]
 fn linux_guests_are_carried_from_qemu_to_qemu_by_the_engine() {
     let hops = if all() { 6 } else { 2 };
-    for version in Version::ALL {
+    for &version in versions() {
         let of = |backend, workload: &str| Machine { backend, ..Machine::new(version, workload) };
         let world = World::new();
         let machine = of(Backend::Private, "static=40 dirty=20 rest=2000 disk=16");

@@ -7,17 +7,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::support::{hop, hop_with, migrate_between, migrate_with};
+use crate::support::{all, hop, hop_with, migrate_between, migrate_with, versions};
 use vmferry::ErrorClass;
 use vmferry::SourceConfig;
 use vmferry::config::compression::CompressionWay;
 use vmferry::config::{BandwidthCap, RoundLimit, ThrottleLimit, WhenStuck};
 use vmferry_qemu::QemuSource;
 use vmferry_qemu_lab::{Machine, Qemu, Said, SlowDisk, Version, World};
-
-fn all() -> bool {
-    std::env::var_os("VMFERRY_TEST_ALL").is_some()
-}
 
 /// Waits until a figure has grown by `more`.
 fn grows(qemu: &mut Qemu, name: &str, more: u64) -> Said {
@@ -140,8 +136,7 @@ fn network_traffic_continues_after_the_move() {
 /// be zero at the destination: the guest's kernel relies on it when it allocates them.
 #[test]
 fn pages_the_guest_returned_are_zero_at_the_destination() {
-    let versions = if all() { &Version::ALL[..] } else { &Version::ALL[1..] };
-    for version in versions {
+    for version in versions() {
         let world = World::new();
         let machine = Machine::new(*version, "dirty=5 churn=64")
             .with(&["-device", "virtio-balloon-pci,free-page-reporting=on"]);

@@ -2,7 +2,7 @@
 //! carried, numbers of vCPUs. They write continuously, and KVM itself writes their memory: clock,
 //! steal time, end-of-interrupt flags.
 
-use crate::support::{carry, hop};
+use crate::support::{all, carry, hop};
 use vmferry_qemu_lab::{Backend, HugePages, Machine, Mounted, Qemu, Said, Version, World};
 
 /// Hops of each guest.
@@ -130,7 +130,7 @@ fn check(qemu: &mut Qemu, before: &Said) -> Said {
 
 /// Runs the whole matrix of this machine type with `VMFERRY_TEST_ALL`, otherwise the given sample.
 fn travel(kind: &'static str, sample: &[(Version, Memory, Way, u32)]) {
-    if std::env::var_os("VMFERRY_TEST_ALL").is_some() {
+    if all() {
         return cases(kind).iter().for_each(Case::run);
     }
     for &(version, memory, way, vcpus) in sample {

@@ -1,6 +1,6 @@
 //! Guests of real QEMUs, moved by the engine.
 
-use crate::support::{attach_fails, hop, migrate_between};
+use crate::support::{all, attach_fails, hop, migrate_between};
 use vmferry::ErrorClass;
 use vmferry_qemu::{Expected, QemuDestination};
 use vmferry_qemu_lab::{Backend, HugePages, Machine, Mounted, Version, World};
@@ -30,7 +30,7 @@ fn travel_in(world: &World, machine: &Machine, hops: u32) {
 
 /// The whole matrix with `VMFERRY_TEST_ALL`, otherwise each kind of machine with one version.
 fn machines() -> Vec<Machine> {
-    let all = std::env::var_os("VMFERRY_TEST_ALL").is_some();
+    let all = all();
     let mut machines = Vec::new();
     for version in Version::ALL {
         let newest = version == Version::V10_0;
@@ -69,7 +69,7 @@ fn machines() -> Vec<Machine> {
 /// not lose them.
 #[test]
 fn linux_guests_move_from_qemu_to_qemu() {
-    let hops = if std::env::var_os("VMFERRY_TEST_ALL").is_some() { 10 } else { 2 };
+    let hops = if all() { 10 } else { 2 };
     for machine in machines() {
         println!("{machine:?}");
         travel(&machine, hops);

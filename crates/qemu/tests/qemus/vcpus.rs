@@ -1,9 +1,10 @@
 //! vCPUs of real QEMUs. A guest can move to any destination that has all the features the guest was
 //! started with, regardless of the model's name.
 
+use crate::support::versions;
 use vmferry::{DestinationVm, PrepareError, SourceVm};
 use vmferry_qemu::{CarriedSource, Expected, QemuDestination, QemuSource};
-use vmferry_qemu_lab::{Machine, Version, World};
+use vmferry_qemu_lab::{Machine, World};
 
 /// The verdict of a destination with `-cpu there` on a guest with `-cpu here`, attached and
 /// carried, before anything is sent.
@@ -31,7 +32,7 @@ fn offer(machine: &Machine, here: &str, there: &str) -> [Result<(), String>; 2] 
 
 #[test]
 fn features_decide_and_not_the_name_of_the_cpu_model() {
-    for version in Version::ALL {
+    for &version in versions() {
         let machine = Machine::new(version, "");
         for (here, there) in [("qemu64", "qemu64-v1"), ("qemu64", "qemu64,+popcnt,+sse4.1")] {
             assert_eq!(offer(&machine, here, there), [Ok(()), Ok(())], "{version:?}: {there}");
@@ -51,7 +52,7 @@ fn features_decide_and_not_the_name_of_the_cpu_model() {
 /// Features that KVM offers to guests count, too.
 #[test]
 fn kvm_features_count_as_cpu_features() {
-    for version in Version::ALL {
+    for &version in versions() {
         let machine = Machine::on_kvm(version, "");
         // A guest that may run nested guests is not attached, and the QEMU of either vendor knows
         // both names. QEMU 7.2 can't set the capabilities (MSR 0x10a) that some hosts have.

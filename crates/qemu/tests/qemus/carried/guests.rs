@@ -1,5 +1,6 @@
 //! The guests that are carried.
 
+use crate::support::all;
 use std::path::Path;
 use std::time::Duration;
 
@@ -29,7 +30,7 @@ pub fn machine(world: &World, version: Version) -> Machine {
 /// Each version with each number of channels, or a sample in which each version and each number
 /// occurs once.
 pub fn cases() -> Vec<(Version, u8)> {
-    if std::env::var_os("VMFERRY_TEST_ALL").is_some() {
+    if all() {
         let with_each = |version| CHANNELS.map(|channels| (version, channels));
         return Version::ALL.into_iter().flat_map(with_each).collect();
     }

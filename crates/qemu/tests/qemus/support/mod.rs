@@ -10,7 +10,17 @@ use vmferry::{DestinationConfig, MigrateError, SourceConfig, SourceVm};
 use vmferry_qemu::{CarriedSource, Expected, QemuDestination, QemuSource};
 use vmferry_transport::{Address, Dialer, Listener};
 
-use vmferry_qemu_lab::{Qemu, World};
+use vmferry_qemu_lab::{Qemu, Version, World};
+
+/// Whether the whole matrices run (`make test-all`), or samples of them.
+pub fn all() -> bool {
+    std::env::var_os("VMFERRY_TEST_ALL").is_some()
+}
+
+/// Every version of QEMU, or the newest one as a sample.
+pub fn versions() -> &'static [Version] {
+    if all() { &Version::ALL } else { &Version::ALL[1..] }
+}
 
 /// Moves a guest and quits the QEMU that it has left.
 pub fn hop(world: &World, number: u32, from: &Qemu, to: &Qemu) -> SourceStats {
