@@ -82,7 +82,12 @@ fn fields(promise: &Promise) -> Value {
             json!({ "by_operator": by_operator })
         }
         Promise::Aborted { reason } => json!({ "reason": reason }),
-        Promise::Commit | Promise::RunIntent => json!({}),
+        Promise::Commit
+        | Promise::CommitPostCopy
+        | Promise::Serving
+        | Promise::RunIntent
+        | Promise::RunIntentPostCopy
+        | Promise::Fetched => json!({}),
     }
 }
 

@@ -1,6 +1,6 @@
 //! The destination's half of the handover.
 
-use crate::SessionWord;
+use crate::{SessionKind, SessionWord};
 
 /// The destination's state. See the diagram in the [crate](crate).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -12,8 +12,13 @@ pub enum DestinationState {
     Ready,
     /// COMMIT was received, and RUN-INTENT is being written.
     IntentWriting,
-    /// RUN-INTENT is on disk: this host owns the guest from now on.
+    /// RUN-INTENT is on disk: this host owns the guest from now on, and needs nothing of the
+    /// source.
     Owns,
+    /// RUN-INTENT is on disk and the guest runs, but lacks pages that only the source has.
+    Fetching,
+    /// Every page is placed, and FETCHED is being written.
+    FetchedWriting,
     /// ABORTED is being written.
     AbortWriting,
     /// ABORTED is on disk: the guest never runs here.
@@ -37,8 +42,12 @@ pub enum DestinationEvent {
     LinkLost,
     /// No COMMIT was received within the configured time.
     CommitTimeout,
-    /// RUN-INTENT is on disk.
-    IntentWritten,
+    /// RUN-INTENT of a session of this kind is on disk.
+    IntentWritten(SessionKind),
+    /// Every page is placed, or the guest has ended: nothing of the source is needed.
+    Fetched,
+    /// FETCHED is on disk.
+    FetchedWritten,
     /// ABORTED is on disk.
     AbortWritten,
     /// A write to the journal failed. The record may or may not be on disk.
@@ -58,8 +67,12 @@ pub enum DestinationEffect {
     WriteAborted,
     /// Run the guest, unless it has already run on this host, as it may have before a restart.
     Run,
-    /// Tell the source that the guest runs here.
+    /// Tell the source that the guest runs here and needs nothing of the source.
     SendRunning,
+    /// Tell the source that the guest runs here and lacks pages.
+    SendFetching,
+    /// Append FETCHED, synced, and report `FetchedWritten` or `JournalFailed`.
+    WriteFetched,
     /// Tell the source that the guest never ran here and never will.
     SendAborted,
     /// Discard the guest's memory and state on this host.
@@ -72,7 +85,7 @@ impl DestinationState {
     /// Whether the guest may run on this host in this state.
     #[must_use]
     pub fn may_run(self) -> bool {
-        self == Self::Owns
+        matches!(self, Self::Owns | Self::Fetching | Self::FetchedWriting)
     }
 
     /// Whether the handover has ended on this side.
@@ -89,6 +102,7 @@ impl DestinationState {
                 SessionWord::Pending
             }
             Self::Owns => SessionWord::Owns,
+            Self::Fetching | Self::FetchedWriting => SessionWord::Fetching,
             Self::Aborted => SessionWord::Aborted,
             Self::Stuck => SessionWord::Unknown,
         }
@@ -108,6 +122,7 @@ impl DestinationState {
                     SessionWord::Pending => &[Do::Answer(SessionWord::Pending)],
                     SessionWord::Aborted => &[Do::Answer(SessionWord::Aborted)],
                     SessionWord::Owns => &[Do::Answer(SessionWord::Owns)],
+                    SessionWord::Fetching => &[Do::Answer(SessionWord::Fetching)],
                 },
             ),
 
@@ -121,7 +136,16 @@ impl DestinationState {
             // wait.
             (S::Ready, On::LinkLost) => (S::Ready, &[]),
 
-            (S::IntentWriting, On::IntentWritten) => (S::Owns, &[Do::Run, Do::SendRunning]),
+            (S::IntentWriting, On::IntentWritten(SessionKind::PreCopy)) => {
+                (S::Owns, &[Do::Run, Do::SendRunning])
+            }
+            (S::IntentWriting, On::IntentWritten(SessionKind::PostCopy)) => {
+                (S::Fetching, &[Do::Run, Do::SendFetching])
+            }
+            (S::Fetching, On::Fetched) => (S::FetchedWriting, &[Do::WriteFetched]),
+            (S::FetchedWriting, On::FetchedWritten) => (S::Owns, &[Do::SendRunning]),
+            // The source keeps the pages until a later attempt succeeds. The guest runs on.
+            (S::FetchedWriting, On::JournalFailed) => (S::Fetching, &[]),
             (S::AbortWriting, On::AbortWritten) => (S::Aborted, &[Do::SendAborted, Do::Discard]),
             (S::AbortWriting, On::JournalFailed) => (S::Stuck, &[Do::Discard]),
             // RUN-INTENT may be on disk. If it is, the next process needs the guest.
@@ -129,6 +153,7 @@ impl DestinationState {
 
             // A repeated COMMIT: the answer to the first one was lost.
             (S::Owns, On::Commit) => (S::Owns, &[Do::SendRunning]),
+            (S::Fetching | S::FetchedWriting, On::Commit) => (self, &[Do::SendFetching]),
             (S::Aborted, On::Commit) => (S::Aborted, &[Do::SendAborted]),
 
             (state, _) => (state, &[]),
@@ -141,8 +166,10 @@ impl DestinationState {
 pub struct DestinationRecords {
     /// Whether it holds OPEN.
     pub opened: bool,
-    /// Whether it holds RUN-INTENT.
-    pub intent: bool,
+    /// The kind of the session whose RUN-INTENT it holds.
+    pub intent: Option<SessionKind>,
+    /// Whether it holds FETCHED.
+    pub fetched: bool,
     /// Whether it holds ABORTED.
     pub aborted: bool,
 }
@@ -157,14 +184,20 @@ pub fn recover_destination(
     records: DestinationRecords,
 ) -> Option<(DestinationState, &'static [DestinationEffect])> {
     use DestinationEffect as Do;
-    Some(match (records.opened, records.intent, records.aborted) {
-        (_, true, false) => (DestinationState::Owns, &[Do::Run]),
-        (_, false, true) => (DestinationState::Aborted, &[Do::Discard]),
+    let DestinationRecords { opened, intent, fetched, aborted } = records;
+    Some(match (opened, intent, aborted) {
+        (_, Some(SessionKind::PostCopy), false) if !fetched => {
+            (DestinationState::Fetching, &[Do::Run, Do::SendFetching])
+        }
+        (_, Some(_), false) => (DestinationState::Owns, &[Do::Run]),
+        // No version of this code writes FETCHED without RUN-INTENT. No word may be given.
+        (_, None, _) if fetched => (DestinationState::Stuck, &[]),
+        (_, None, true) => (DestinationState::Aborted, &[Do::Discard]),
         // ABORTED must be on disk before it is sent.
-        (true, false, false) => (DestinationState::AbortWriting, &[Do::WriteAborted]),
-        (false, false, false) => return None,
+        (true, None, false) => (DestinationState::AbortWriting, &[Do::WriteAborted]),
+        (false, None, false) => return None,
         // No version of this code writes both records. Neither word may be given.
-        (_, true, true) => (DestinationState::Stuck, &[]),
+        (_, Some(_), true) => (DestinationState::Stuck, &[]),
     })
 }
 
@@ -172,22 +205,27 @@ pub fn recover_destination(
 mod tests {
     use super::*;
 
-    const STATES: [DestinationState; 7] = [
+    const STATES: [DestinationState; 9] = [
         DestinationState::Receiving,
         DestinationState::Ready,
         DestinationState::IntentWriting,
         DestinationState::Owns,
+        DestinationState::Fetching,
+        DestinationState::FetchedWriting,
         DestinationState::AbortWriting,
         DestinationState::Aborted,
         DestinationState::Stuck,
     ];
-    const EVENTS: [DestinationEvent; 9] = [
+    const EVENTS: [DestinationEvent; 12] = [
         DestinationEvent::Loaded,
         DestinationEvent::Commit,
         DestinationEvent::Failed,
         DestinationEvent::LinkLost,
         DestinationEvent::CommitTimeout,
-        DestinationEvent::IntentWritten,
+        DestinationEvent::IntentWritten(SessionKind::PreCopy),
+        DestinationEvent::IntentWritten(SessionKind::PostCopy),
+        DestinationEvent::Fetched,
+        DestinationEvent::FetchedWritten,
         DestinationEvent::AbortWritten,
         DestinationEvent::JournalFailed,
         DestinationEvent::Query,
@@ -199,9 +237,24 @@ mod tests {
             for event in EVENTS {
                 let (next, effects) = state.step(event);
                 let first_run = state == DestinationState::IntentWriting
-                    && event == DestinationEvent::IntentWritten;
+                    && matches!(event, DestinationEvent::IntentWritten(_));
                 assert_eq!(effects.contains(&DestinationEffect::Run), first_run);
                 assert!(!next.may_run() || state.may_run() || first_run);
+            }
+        }
+    }
+
+    #[test]
+    fn source_is_freed_only_after_fetched_is_written() {
+        for state in [DestinationState::Fetching, DestinationState::FetchedWriting] {
+            assert_eq!(state.word(), SessionWord::Fetching);
+            for event in EVENTS {
+                let (next, effects) = state.step(event);
+                let written = state == DestinationState::FetchedWriting
+                    && event == DestinationEvent::FetchedWritten;
+                assert_eq!(next == DestinationState::Owns, written, "{state:?} {event:?}");
+                assert_eq!(effects.contains(&DestinationEffect::SendRunning), written);
+                assert!(next.may_run(), "{state:?} {event:?}");
             }
         }
     }
@@ -259,16 +312,29 @@ mod tests {
     #[test]
     fn recover_destination_follows_the_journal() {
         use DestinationEffect as Do;
-        for (journal, recovered) in [
-            ((true, true, false), Some((DestinationState::Owns, &[Do::Run][..]))),
-            ((true, false, true), Some((DestinationState::Aborted, &[Do::Discard]))),
-            ((true, false, false), Some((DestinationState::AbortWriting, &[Do::WriteAborted]))),
-            ((false, false, false), None),
-            ((true, true, true), Some((DestinationState::Stuck, &[]))),
+        let opened =
+            DestinationRecords { opened: true, intent: None, fetched: false, aborted: false };
+        let intent = |intent| DestinationRecords { intent: Some(intent), ..opened };
+        let without = intent(SessionKind::PostCopy);
+        let aborted = DestinationRecords { aborted: true, ..opened };
+        for (records, recovered) in [
+            (intent(SessionKind::PreCopy), Some((DestinationState::Owns, &[Do::Run][..]))),
+            (without, Some((DestinationState::Fetching, &[Do::Run, Do::SendFetching]))),
+            (
+                DestinationRecords { fetched: true, ..without },
+                Some((DestinationState::Owns, &[Do::Run])),
+            ),
+            (aborted, Some((DestinationState::Aborted, &[Do::Discard]))),
+            (opened, Some((DestinationState::AbortWriting, &[Do::WriteAborted]))),
+            (DestinationRecords { opened: false, ..opened }, None),
+            (DestinationRecords { fetched: true, ..opened }, Some((DestinationState::Stuck, &[]))),
+            (
+                DestinationRecords { aborted: true, ..intent(SessionKind::PreCopy) },
+                Some((DestinationState::Stuck, &[])),
+            ),
+            (DestinationRecords { aborted: true, ..without }, Some((DestinationState::Stuck, &[]))),
         ] {
-            let (opened, intent, aborted) = journal;
-            let records = DestinationRecords { opened, intent, aborted };
-            assert_eq!(recover_destination(records), recovered);
+            assert_eq!(recover_destination(records), recovered, "{records:?}");
         }
     }
 }

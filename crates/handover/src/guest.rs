@@ -13,8 +13,8 @@
 
 use std::time::Duration;
 
-use crate::SourceState;
 use crate::journal::{Journal, JournalError, Record};
+use crate::{SessionKind, SourceState};
 
 /// An error that a VMM reports. The local user sees the whole chain; the peer gets its text only.
 pub type VmError = Box<dyn std::error::Error + Send + Sync>;
@@ -272,12 +272,15 @@ impl<V: Resume> Committed<V> {
     }
 }
 
-/// Appends COMMIT to the journal and syncs it.
+/// Appends COMMIT to the journal and syncs it. The record names the kind of the session.
 ///
 /// # Errors
 /// The journal's error. This host still owns the guest.
-pub fn write_commit(journal: &mut dyn Journal) -> Result<CommitWritten, JournalError> {
-    journal.append(&Record::Commit)?;
+pub fn write_commit(
+    journal: &mut dyn Journal,
+    kind: SessionKind,
+) -> Result<CommitWritten, JournalError> {
+    journal.append(&Record::commit(kind))?;
     Ok(CommitWritten(()))
 }
 

@@ -65,8 +65,17 @@ impl fmt::Display for GuestIdentity {
     }
 }
 
+/// When the destination has all pages of the guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum SessionKind {
+    /// Before it runs the guest.
+    PreCopy,
+    /// Possibly later: the running guest fetches the pages that it lacks from the source.
+    PostCopy,
+}
+
 /// A destination's answer about a session. It is final, except that `Pending` is followed by
-/// another word.
+/// another word, and `Fetching` by `Owns`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SessionWord {
@@ -77,8 +86,11 @@ pub enum SessionWord {
     Pending,
     /// The destination's journal says that it will never run the guest.
     Aborted,
-    /// The destination's journal says that it runs the guest.
+    /// The destination's journal says that it runs the guest and needs nothing of the source.
     Owns,
+    /// The destination's journal says that it runs the guest, which still lacks pages that only the
+    /// source has.
+    Fetching,
 }
 
 #[cfg(test)]

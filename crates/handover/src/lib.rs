@@ -18,6 +18,16 @@
 //!      |  <-------------------------------RUNNING------ Owns           run the guest
 //!   Given
 //!
+//!   With post-copy the guest runs before every page is there:
+//!
+//!   Committed --COMMIT-------------------------------> IntentWriting   journal RUN-INTENT-POST-COPY
+//!      |                                                  |
+//!      |  <------------------------------FETCHING------ Fetching       run the guest
+//!   Serving      journal SERVING                          | every page is placed
+//!      |                                                FetchedWriting   journal FETCHED
+//!      |  <-------------------------------RUNNING------ Owns
+//!   Given
+//!
 //!   until COMMIT is journaled: any failure             until RUN-INTENT is journaled: any failure
 //!   -> Kept, the guest resumes                         -> AbortWriting -> Aborted, never runs
 //!   after it: link lost -> InDoubt, asks               in Ready, a lost link does not abort before
@@ -28,13 +38,16 @@
 //! 1. The source lets the guest run only in `Holding` and `Kept`.
 //! 2. The source enters `Kept` from a committed state only after the destination's journaled word
 //!    `Aborted`, or on the operator's order.
-//! 3. The destination runs the guest only in `Owns`, which it enters only when RUN-INTENT is on
-//!    disk.
+//! 3. The destination runs the guest only in `Owns`, `Fetching` and `FetchedWriting`, which it
+//!    enters only when RUN-INTENT is on disk.
 //! 4. A destination's journal never holds both RUN-INTENT and ABORTED.
 //! 5. A restarted source asks, and never sends COMMIT.
 //! 6. A session that a destination does not know is not aborted: the word is `Unknown`.
 //! 7. A guest may outlive the process that received it. A restarted destination runs the guest if
 //!    RUN-INTENT is on disk and the guest has never run there, and discards it after ABORTED.
+//! 8. RUNNING and the word `Owns` mean that the destination needs nothing of the source. A guest
+//!    that lacks pages is `Fetching`, and the source keeps its memory in `Serving`, which ends only
+//!    with RUNNING, `Owns`, or the operator's order to give the guest up.
 
 #![forbid(unsafe_code)]
 
@@ -57,7 +70,7 @@ pub use finish::{
 pub use guest::{
     CommitWritten, Committed, Paused, Resume, Running, SourceGuest, VmError, write_commit,
 };
-pub use identity::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionWord};
+pub use identity::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionKind, SessionWord};
 pub use source::{
     OperatorWord, SourceEffect, SourceEvent, SourceRecords, SourceState, recover_source,
 };

@@ -1,6 +1,6 @@
 //! The source's half of the handover.
 
-use crate::SessionWord;
+use crate::{SessionKind, SessionWord};
 use serde::{Deserialize, Serialize};
 
 /// The source's state. See the diagram in the [crate](crate).
@@ -22,7 +22,10 @@ pub enum SourceState {
         /// destination holds an outdated guest. So a recovered source asks, and never sends COMMIT.
         recovered: bool,
     },
-    /// The destination owns the guest.
+    /// The destination runs the guest and still fetches pages of its memory from here. The memory
+    /// is kept, and the guest never runs here again.
+    Serving,
+    /// The destination owns the guest and needs nothing of this host.
     Given,
     /// The source owns the guest, and the guest runs here.
     Kept,
@@ -37,8 +40,10 @@ pub enum SourceEvent {
     CommitWritten,
     /// COMMIT could not be written. It was not sent.
     CommitFailed,
-    /// The destination runs the guest.
+    /// The destination runs the guest and needs nothing of this host.
     Running,
+    /// The destination runs the guest and still lacks pages of its memory.
+    Fetching,
     /// The destination's journaled answer about this session.
     Word(SessionWord),
     /// The link to the destination was lost, or was silent for too long.
@@ -47,6 +52,22 @@ pub enum SourceEvent {
     Failed,
     /// The operator resolves a handover that is in doubt.
     Operator(OperatorWord),
+    /// The operator gives up a guest that still lacks pages of this host's memory: the destination
+    /// is lost permanently.
+    GiveUp,
+}
+
+impl SourceEvent {
+    /// The event of an operator's decision. The operator knows that the destination runs the
+    /// guest, but not whether it has all pages. So a session with post-copy keeps the memory, and
+    /// only [`GiveUp`](Self::GiveUp) frees it.
+    #[must_use]
+    pub fn of_operator(word: OperatorWord, kind: SessionKind) -> Self {
+        match (word, kind) {
+            (OperatorWord::DestinationOwns, SessionKind::PostCopy) => Self::Fetching,
+            (word, _) => Self::Operator(word),
+        }
+    }
 }
 
 /// An operator's decision. The operator must have verified it by other means.
@@ -74,6 +95,8 @@ pub enum SourceEffect {
     WriteKept,
     /// Append GIVEN to the journal.
     WriteGiven,
+    /// Append SERVING to the journal.
+    WriteServing,
     /// Resume the guest here.
     Resume,
     /// Release the guest: it never runs here again.
@@ -90,7 +113,7 @@ impl SourceState {
     /// Whether COMMIT is in the journal, so that nothing on this host may resume the guest.
     #[must_use]
     pub fn is_committed(self) -> bool {
-        matches!(self, Self::Committed | Self::InDoubt { .. })
+        matches!(self, Self::Committed | Self::InDoubt { .. } | Self::Serving)
     }
 
     /// Whether the handover has ended on this side.
@@ -126,9 +149,18 @@ impl SourceState {
             // and sends no COMMIT.
             (S::Committing { .. }, On::CommitFailed) => (S::Kept, &[Do::Resume, Do::SendAbort]),
 
-            (S::Committed | S::InDoubt { .. }, On::Running | On::Word(SessionWord::Owns)) => {
-                (S::Given, &[Do::WriteGiven, Do::Release])
+            (
+                S::Committed | S::InDoubt { .. } | S::Serving,
+                On::Running | On::Word(SessionWord::Owns),
+            ) => (S::Given, &[Do::WriteGiven, Do::Release]),
+            (S::Committed | S::InDoubt { .. }, On::Fetching | On::Word(SessionWord::Fetching)) => {
+                (S::Serving, &[Do::WriteServing])
             }
+            // The guest has run at the destination, so no word and no failure resumes it here.
+            (S::Serving, On::LinkLost | On::Failed | On::Word(SessionWord::Unknown)) => {
+                (S::Serving, &[Do::Ask])
+            }
+            (S::Serving, On::GiveUp) => (S::Given, &[Do::WriteGiven, Do::Release]),
             (S::Committed | S::InDoubt { .. }, On::Word(SessionWord::Aborted)) => {
                 (S::Kept, &[Do::Resume, Do::WriteKept])
             }
@@ -165,14 +197,19 @@ pub struct SourceRecords {
     pub kept: bool,
     /// Whether it holds GIVEN.
     pub given: bool,
+    /// Whether it holds SERVING.
+    pub serving: bool,
 }
 
 /// The state of a session after the source's process died, and the required effects, derived from
 /// the journal's records. The process that has the guest now must carry out the effects.
 #[must_use]
 pub fn recover_source(records: SourceRecords) -> (SourceState, &'static [SourceEffect]) {
-    match (records.committed, records.kept, records.given) {
+    let SourceRecords { committed, kept, given, serving } = records;
+    match (committed, kept, given) {
         (_, false, true) => (SourceState::Given, &[SourceEffect::Release]),
+        // The guest has run at the destination, which may still lack pages.
+        _ if serving => (SourceState::Serving, &[SourceEffect::Ask]),
         (_, true, false) | (false, false, false) => (SourceState::Kept, &[SourceEffect::Resume]),
         // No version of this code writes both outcomes. The destination knows the right one.
         (true, false, false) | (_, true, true) => {
@@ -185,17 +222,18 @@ pub fn recover_source(records: SourceRecords) -> (SourceState, &'static [SourceE
 mod tests {
     use super::*;
 
-    const STATES: [SourceState; 8] = [
+    const STATES: [SourceState; 9] = [
         SourceState::Holding,
         SourceState::Committing { cut: false },
         SourceState::Committing { cut: true },
         SourceState::Committed,
         SourceState::InDoubt { recovered: false },
         SourceState::InDoubt { recovered: true },
+        SourceState::Serving,
         SourceState::Given,
         SourceState::Kept,
     ];
-    const EVENTS: [SourceEvent; 13] = [
+    const EVENTS: [SourceEvent; 15] = [
         SourceEvent::Ready,
         SourceEvent::CommitWritten,
         SourceEvent::CommitFailed,
@@ -204,11 +242,13 @@ mod tests {
         SourceEvent::Word(SessionWord::Pending),
         SourceEvent::Word(SessionWord::Aborted),
         SourceEvent::Word(SessionWord::Owns),
+        SourceEvent::Word(SessionWord::Fetching),
         SourceEvent::LinkLost,
         SourceEvent::Failed,
         SourceEvent::Operator(OperatorWord::DestinationOwns),
         SourceEvent::Operator(OperatorWord::SourceResumes),
-        SourceEvent::Running,
+        SourceEvent::Fetching,
+        SourceEvent::GiveUp,
     ];
 
     #[test]
@@ -225,6 +265,41 @@ mod tests {
                 assert!(allowed || !next.may_run(), "{state:?} + {event:?} = {next:?}");
             }
         }
+    }
+
+    #[test]
+    fn serving_source_frees_memory_only_after_running_or_giving_up() {
+        for event in EVENTS {
+            let (next, effects) = SourceState::Serving.step(event);
+            assert!(!effects.contains(&SourceEffect::Resume), "{event:?}");
+            let frees = matches!(
+                event,
+                SourceEvent::Running | SourceEvent::Word(SessionWord::Owns) | SourceEvent::GiveUp
+            );
+            assert_eq!(effects.contains(&SourceEffect::Release), frees, "{event:?}");
+            assert_eq!(next, if frees { SourceState::Given } else { SourceState::Serving });
+        }
+    }
+
+    #[test]
+    fn giving_up_means_nothing_before_the_destination_runs_the_guest() {
+        for state in STATES.into_iter().filter(|&state| state != SourceState::Serving) {
+            assert_eq!(state.step(SourceEvent::GiveUp), (state, &[][..]));
+        }
+    }
+
+    #[test]
+    fn operator_of_a_post_copy_session_frees_no_pages() {
+        let doubt = SourceState::InDoubt { recovered: true };
+        let owns = OperatorWord::DestinationOwns;
+        for (kind, next) in [
+            (SessionKind::PreCopy, SourceState::Given),
+            (SessionKind::PostCopy, SourceState::Serving),
+        ] {
+            assert_eq!(doubt.step(SourceEvent::of_operator(owns, kind)).0, next);
+        }
+        let resumes = SourceEvent::of_operator(OperatorWord::SourceResumes, SessionKind::PostCopy);
+        assert_eq!(doubt.step(resumes).0, SourceState::Kept);
     }
 
     /// No process recovers a session whose journal says KEPT. A process that dies after writing it
@@ -285,11 +360,19 @@ mod tests {
 
     #[test]
     fn recover_source_follows_the_journal() {
-        let state =
-            |committed, kept, given| recover_source(SourceRecords { committed, kept, given }).0;
-        assert_eq!(state(false, false, false), SourceState::Kept);
-        assert_eq!(state(true, false, false), SourceState::InDoubt { recovered: true });
-        assert_eq!(state(true, true, false), SourceState::Kept);
-        assert_eq!(state(true, false, true), SourceState::Given);
+        let nothing = SourceRecords { committed: false, kept: false, given: false, serving: false };
+        let committed = SourceRecords { committed: true, ..nothing };
+        let serving = SourceRecords { serving: true, ..committed };
+        for (records, state) in [
+            (nothing, SourceState::Kept),
+            (committed, SourceState::InDoubt { recovered: true }),
+            (SourceRecords { kept: true, ..committed }, SourceState::Kept),
+            (SourceRecords { given: true, ..committed }, SourceState::Given),
+            (serving, SourceState::Serving),
+            (SourceRecords { given: true, ..serving }, SourceState::Given),
+            (SourceRecords { kept: true, ..serving }, SourceState::Serving),
+        ] {
+            assert_eq!(recover_source(records).0, state, "{records:?}");
+        }
     }
 }

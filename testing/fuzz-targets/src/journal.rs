@@ -55,7 +55,7 @@ fn verdict(records: Vec<Record>, side: Side) -> Verdict {
         Side::Source => {
             let (state, effects) = recover_source(&records);
             // After COMMIT only the other side's answer, or KEPT, lets the guest run here.
-            if has("commit") && !has("kept") {
+            if (has("commit") || has("commit-post-copy") || has("serving")) && !has("kept") {
                 assert!(!state.may_run(), "{records:?}");
             }
             assert!(!effects.contains(&vmferry_handover::SourceEffect::SendCommit));
@@ -63,8 +63,13 @@ fn verdict(records: Vec<Record>, side: Side) -> Verdict {
         }
         Side::Destination => {
             let state = recover_destination(&records).map(|(state, _)| state);
-            let owns = state == Some(DestinationState::Owns);
-            assert_eq!(owns, has("run-intent") && !has("aborted"), "{records:?}");
+            let runs = state.is_some_and(DestinationState::may_run);
+            let intent = has("run-intent") || has("run-intent-post-copy");
+            assert_eq!(runs, intent && !has("aborted"), "{records:?}");
+            // The first RUN-INTENT counts. No journal has two.
+            if !has("run-intent") && !has("fetched") {
+                assert_ne!(state, Some(DestinationState::Owns), "{records:?}");
+            }
             assert_eq!(state.is_none(), records.is_empty(), "{records:?}");
         }
     }
@@ -118,10 +123,18 @@ fn record(input: &mut Input<'_>, side: Side) -> Record {
             order: input.number(),
             process: input.byte().is_multiple_of(2).then(|| text(input)),
         },
-        (1, Side::Source) => Record::Commit,
+        (1, Side::Source) => match input.byte() % 3 {
+            0 => Record::Commit,
+            1 => Record::CommitPostCopy,
+            _ => Record::Serving,
+        },
         (2, Side::Source) if input.byte().is_multiple_of(2) => Record::Given { by_operator },
         (_, Side::Source) => Record::Kept { by_operator },
-        (1, Side::Destination) => Record::RunIntent,
+        (1, Side::Destination) => match input.byte() % 3 {
+            0 => Record::RunIntent,
+            1 => Record::RunIntentPostCopy,
+            _ => Record::Fetched,
+        },
         (_, Side::Destination) => Record::Aborted { reason: text(input) },
     }
 }

@@ -68,10 +68,16 @@ pub enum Action {
     DestinationRestarts,
     /// The destination's host is lost permanently.
     DestinationIsLost,
+    /// The destination places the last page that the guest lacked.
+    PagesArrive,
+    /// The destination needs nothing of the source any more.
+    DestinationHasAll,
     /// Another session moves the guest that runs at the destination to a third host.
     GuestMovesOn,
     /// The operator decides.
     OperatorSays(OperatorWord),
+    /// The operator gives up a guest that lacks pages, because its host is lost.
+    OperatorGivesUp,
     /// Faults stop from now on. Messages in flight are lost.
     FaultsEnd,
 }
@@ -116,8 +122,13 @@ impl fmt::Display for Action {
             Self::SourceRestarts => f.write_str("source: its process restarts"),
             Self::DestinationRestarts => f.write_str("destination: its process restarts"),
             Self::DestinationIsLost => f.write_str("destination: its host is lost permanently"),
+            Self::PagesArrive => f.write_str("destination: the last missing page arrives"),
+            Self::DestinationHasAll => {
+                f.write_str("destination: notices that it needs nothing of the source")
+            }
             Self::GuestMovesOn => f.write_str("destination: the guest is moved to a third host"),
             Self::OperatorSays(word) => write!(f, "operator: says {word:?}"),
+            Self::OperatorGivesUp => f.write_str("operator: gives the guest up"),
             Self::FaultsEnd => f.write_str("faults end; messages in flight are lost"),
         }
     }

@@ -1,9 +1,9 @@
 //! The effects of each action: the engine's transition functions, and the world around them.
 
-use vmferry_handover::SessionWord;
 use vmferry_handover::{
     DestinationEffect, DestinationEvent, DestinationRecords, DestinationState, OperatorWord,
-    SourceEffect, SourceEvent, SourceRecords, SourceState, recover_destination, recover_source,
+    SessionKind, SessionWord, SourceEffect, SourceEvent, SourceRecords, SourceState,
+    recover_destination, recover_source,
 };
 
 use crate::action::Action;
@@ -76,7 +76,16 @@ impl Handover {
                 crash_destination(world);
             }
             Action::GuestMovesOn => world.destination.guest = DestinationGuest::MovedOn,
-            Action::OperatorSays(word) => self.source_event(world, SourceEvent::Operator(word)),
+            Action::PagesArrive => world.lacks_pages = false,
+            Action::DestinationHasAll => self.destination_event(world, DestinationEvent::Fetched),
+            Action::OperatorSays(word) => {
+                let kind = match self.broken {
+                    Some(BrokenRule::OperatorFreesPages) => SessionKind::PreCopy,
+                    _ => world.kind,
+                };
+                self.source_event(world, SourceEvent::of_operator(word, kind));
+            }
+            Action::OperatorGivesUp => self.source_event(world, SourceEvent::GiveUp),
             Action::FaultsEnd => {
                 world.faults_ended = true;
                 world.network.clear();
@@ -98,6 +107,7 @@ impl Handover {
             Message::Final => {
                 if session(world) == Some(DestinationState::Receiving) {
                     world.destination.guest = DestinationGuest::Loaded;
+                    world.lacks_pages = world.kind == SessionKind::PostCopy;
                     self.destination_event(world, DestinationEvent::Loaded);
                 }
             }
@@ -119,6 +129,7 @@ impl Handover {
                 }
             }
             Message::Running => self.source_event(world, SourceEvent::Running),
+            Message::Fetching => self.source_event(world, SourceEvent::Fetching),
             Message::Aborted => self.source_event(world, aborted_event(world)),
             Message::Answer(SessionWord::Unknown)
                 if self.broken == Some(BrokenRule::UnknownIsAborted) =>
@@ -142,6 +153,9 @@ impl Handover {
                 SourceState::Committed,
                 SourceEvent::LinkLost,
             ) => (SourceState::Given, &[SourceEffect::WriteGiven, SourceEffect::Release][..]),
+            (Some(BrokenRule::ServingResumes), SourceState::Serving, SourceEvent::LinkLost) => {
+                (SourceState::Kept, &[SourceEffect::Resume][..])
+            }
             (
                 Some(BrokenRule::KeptBeforeResumed),
                 SourceState::Committed | SourceState::InDoubt { .. },
@@ -175,6 +189,7 @@ impl Handover {
             }
             SourceEffect::WriteKept => world.source.kept |= !fails,
             SourceEffect::WriteGiven => world.source.given |= !fails,
+            SourceEffect::WriteServing => world.source.serving |= !fails,
             SourceEffect::Resume => {
                 if world.source.guest == SourceGuest::Paused {
                     world.source.guest = SourceGuest::Running;
@@ -197,8 +212,14 @@ impl Handover {
     }
 
     fn restart_source(&self, world: &mut World) {
-        let Source { committed, kept, given, .. } = world.source;
-        let (mut state, mut effects) = recover_source(SourceRecords { committed, kept, given });
+        let Source { committed, kept, given, serving, .. } = world.source;
+        let records = match self.broken {
+            Some(BrokenRule::ServingForgotten) if serving => {
+                SourceRecords { committed, kept, given: true, serving: false }
+            }
+            _ => SourceRecords { committed, kept, given, serving },
+        };
+        let (mut state, mut effects) = recover_source(records);
         if kept || given {
             // The journal holds the outcome, so no process recovers the session.
             effects = &[];
@@ -221,6 +242,11 @@ impl Handover {
                 DestinationState::IntentWriting,
                 DestinationEvent::JournalFailed,
             ) => (DestinationState::Stuck, &[DestinationEffect::Discard][..]),
+            (
+                Some(BrokenRule::RunningWithoutAllPages),
+                DestinationState::IntentWriting,
+                DestinationEvent::IntentWritten(_),
+            ) => state.step(DestinationEvent::IntentWritten(SessionKind::PreCopy)),
             _ => state.step(event),
         };
         process.session = Some(next);
@@ -231,7 +257,11 @@ impl Handover {
         let destination = &mut world.destination;
         let recovered = recover_destination(DestinationRecords {
             opened: destination.opened,
-            intent: destination.intent,
+            intent: destination.intent.then_some(match self.broken {
+                Some(BrokenRule::FetchingForgotten) => SessionKind::PreCopy,
+                _ => world.kind,
+            }),
+            fetched: destination.fetched,
             aborted: destination.aborted,
         });
         let session = recovered.map(|(state, _)| state);
@@ -252,7 +282,7 @@ impl Handover {
                 world.network.insert(Message::Ready);
             }
             DestinationEffect::WriteIntent if self.broken == Some(BrokenRule::NoRunIntent) => {
-                self.destination_event(world, DestinationEvent::IntentWritten);
+                self.destination_event(world, DestinationEvent::IntentWritten(world.kind));
             }
             DestinationEffect::WriteIntent => begin_write(world, DestinationRecord::RunIntent),
             DestinationEffect::WriteAborted => begin_write(world, DestinationRecord::Aborted),
@@ -260,10 +290,17 @@ impl Handover {
             DestinationEffect::SendRunning => {
                 world.network.insert(Message::Running);
             }
+            DestinationEffect::SendFetching => {
+                world.network.insert(Message::Fetching);
+            }
+            DestinationEffect::WriteFetched => begin_write(world, DestinationRecord::Fetched),
             DestinationEffect::SendAborted => {
                 world.network.insert(Message::Aborted);
             }
-            DestinationEffect::Discard => world.destination.guest = DestinationGuest::Absent,
+            DestinationEffect::Discard => {
+                world.destination.guest = DestinationGuest::Absent;
+                world.lacks_pages = false;
+            }
             DestinationEffect::Answer(word) => {
                 world.network.insert(Message::Answer(word));
             }
@@ -291,6 +328,7 @@ impl Handover {
         match process.writing.take() {
             Some(DestinationRecord::Open) => world.destination.opened |= on_disk,
             Some(DestinationRecord::RunIntent) => world.destination.intent |= on_disk,
+            Some(DestinationRecord::Fetched) => world.destination.fetched |= on_disk,
             Some(DestinationRecord::Aborted) => world.destination.aborted |= on_disk,
             None => {}
         }
@@ -311,7 +349,8 @@ impl Handover {
                 return;
             }
             _ if fails => DestinationEvent::JournalFailed,
-            DestinationRecord::RunIntent => DestinationEvent::IntentWritten,
+            DestinationRecord::RunIntent => DestinationEvent::IntentWritten(world.kind),
+            DestinationRecord::Fetched => DestinationEvent::FetchedWritten,
             DestinationRecord::Aborted => DestinationEvent::AbortWritten,
         };
         self.destination_event(world, event);
@@ -345,4 +384,6 @@ fn crash_destination(world: &mut World) {
         DestinationGuest::Absent | DestinationGuest::Loaded => DestinationGuest::Absent,
         DestinationGuest::MovedOn => DestinationGuest::MovedOn,
     };
+    // A guest that is gone needs no pages.
+    world.lacks_pages = false;
 }

@@ -14,16 +14,19 @@
 //! 2. The guest never continues from an outdated state: once it has run at the destination it never
 //!    runs at the source again, and the destination never runs a state from which the source has
 //!    continued.
-//! 3. After faults end (both processes restart and no more messages are lost), whatever was lost
+//! 3. The source frees no page that the guest at the destination still lacks.
+//! 4. After faults end (both processes restart and no more messages are lost), whatever was lost
 //!    until then, exactly one host ends up with the guest. From each state some path leads there,
 //!    so that a fair schedule finds it.
 //!
 //! Each check runs for two kinds of guest: one that dies with the process that received it, like a
 //! microvm's, and one that outlives that process, like a QEMU guest. The second kind must run in
-//! the end, and may have moved on before the process restarts.
+//! the end, and may have moved on before the process restarts. And it runs for both kinds of
+//! session: with pre-copy alone, and with post-copy, in which the guest runs at the destination
+//! before it has all pages.
 //!
 //! Operators are assumed to have checked before they resolve a handover in doubt: the model lets
-//! them say only what is true.
+//! them say only what is true, and give a guest up only if its host is lost.
 //!
 //! [`finish`] is a second model: libvirt's Finish, which the daemons forward.
 //!

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 
 use stateright::{Model, Property};
 use strum::{IntoStaticStr, VariantArray};
-use vmferry_handover::{DestinationState, OperatorWord, SourceState};
+use vmferry_handover::{DestinationState, OperatorWord, SessionKind, SourceState};
 
 use crate::action::Action;
 use crate::world::{DestinationGuest, SourceGuest, World};
@@ -53,6 +53,21 @@ pub enum BrokenRule {
     /// KEPT is written before the returned guest is resumed.
     #[strum(serialize = "KEPT is written before the guest is resumed")]
     KeptBeforeResumed,
+    /// A destination that lacks pages says that it needs nothing of the source.
+    #[strum(serialize = "RUNNING is sent before every page has arrived")]
+    RunningWithoutAllPages,
+    /// An operator's word that the destination runs the guest frees pages that it lacks.
+    #[strum(serialize = "the operator's word frees pages that the guest lacks")]
+    OperatorFreesPages,
+    /// A serving source takes the guest back when the link is lost.
+    #[strum(serialize = "a serving source resumes when the link is lost")]
+    ServingResumes,
+    /// A restarted source treats SERVING as GIVEN.
+    #[strum(serialize = "a restarted source takes SERVING for GIVEN")]
+    ServingForgotten,
+    /// A restarted destination treats the RUN-INTENT of a guest that lacks pages as any other.
+    #[strum(serialize = "a restarted destination forgets that the guest lacks pages")]
+    FetchingForgotten,
 }
 
 impl BrokenRule {
@@ -63,6 +78,18 @@ impl BrokenRule {
     #[must_use]
     pub fn name(self) -> &'static str {
         self.into()
+    }
+
+    /// The kind of session that the rule is about.
+    fn kind(self) -> SessionKind {
+        match self {
+            Self::RunningWithoutAllPages
+            | Self::OperatorFreesPages
+            | Self::ServingResumes
+            | Self::ServingForgotten
+            | Self::FetchingForgotten => SessionKind::PostCopy,
+            _ => SessionKind::PreCopy,
+        }
     }
 }
 
@@ -123,6 +150,12 @@ impl Handover {
                 actions.push(Action::OperatorSays(OperatorWord::SourceResumes));
             }
         }
+        if process.state == SourceState::Serving && world.destination.lost {
+            actions.push(Action::OperatorGivesUp);
+        }
+        if faults && process.state == SourceState::Serving {
+            actions.push(Action::StrangerAnswers);
+        }
     }
 
     fn destination_actions(&self, world: &World, actions: &mut Vec<Action>) {
@@ -133,7 +166,9 @@ impl Handover {
         if faults {
             actions.push(Action::DestinationIsLost);
         }
-        if world.outlives && world.destination.guest == DestinationGuest::Running {
+        let runs = world.destination.guest == DestinationGuest::Running;
+        // A guest that lacks pages is not sent on.
+        if world.outlives && runs && !world.lacks_pages {
             actions.push(Action::GuestMovesOn);
         }
         let Some(process) = &world.destination.process else {
@@ -165,6 +200,12 @@ impl Handover {
             }
             None => {}
             Some(state) => {
+                if world.can_fetch() {
+                    actions.push(Action::PagesArrive);
+                }
+                if state == DestinationState::Fetching && !world.lacks_pages {
+                    actions.push(Action::DestinationHasAll);
+                }
                 if state == DestinationState::Ready {
                     actions.push(Action::CommitTimesOut);
                 }
@@ -184,7 +225,12 @@ impl Model for Handover {
     type Action = Action;
 
     fn init_states(&self) -> Vec<World> {
-        vec![World::start(false), World::start(true)]
+        let kinds = match self.broken {
+            None => vec![SessionKind::PreCopy, SessionKind::PostCopy],
+            Some(rule) => vec![rule.kind()],
+        };
+        let of = |kind| [false, true].map(|outlives| World::start(outlives, kind));
+        kinds.into_iter().flat_map(of).collect()
     }
 
     fn actions(&self, world: &World, actions: &mut Vec<Action>) {
@@ -210,6 +256,9 @@ impl Model for Handover {
             Property::always("the guest never goes on from a past", |_, world: &World| {
                 !world.ran_outdated_state
             }),
+            Property::always("no page that the guest lacks is freed", |_, world: &World| {
+                !world.has_lost_pages()
+            }),
             Property::always(
                 "in the end exactly one host has the guest",
                 |model: &Self, world: &World| !world.faults_ended || model.settles(world),
@@ -229,6 +278,16 @@ impl Model for Handover {
                 world.source.committed
                     && world.source.guest == SourceGuest::Running
                     && world.destination.aborted
+            }),
+            Property::sometimes("both processes die while the guest lacks pages", |_, world| {
+                let World { source, destination, .. } = world;
+                world.lacks_pages
+                    && destination.guest == DestinationGuest::Running
+                    && source.process.is_none()
+                    && destination.process.is_none()
+            }),
+            Property::sometimes("a guest that lacked pages has all", |_, world: &World| {
+                world.destination.fetched && world.destination.guest == DestinationGuest::Running
             }),
             Property::sometimes("the source is in doubt", |_, world: &World| {
                 matches!(

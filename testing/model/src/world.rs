@@ -2,8 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use vmferry_handover::SessionWord;
-use vmferry_handover::{DestinationEffect, DestinationState, SourceEffect, SourceState};
+use vmferry_handover::{
+    DestinationEffect, DestinationState, SessionKind, SessionWord, SourceEffect, SourceState,
+};
 
 /// Both hosts and the network between them.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -18,6 +19,10 @@ pub struct World {
     /// Whether the guest at the destination outlives the process that receives it, like a QEMU
     /// guest. Otherwise it dies with that process.
     pub outlives: bool,
+    /// Whether the destination may run the guest before it has all pages.
+    pub kind: SessionKind,
+    /// Whether the guest at the destination lacks pages that only the source has.
+    pub lacks_pages: bool,
     /// Whether faults have ended.
     pub faults_ended: bool,
     /// Whether the guest has run at the destination.
@@ -39,6 +44,8 @@ pub struct Source {
     pub kept: bool,
     /// Whether GIVEN is in the journal.
     pub given: bool,
+    /// Whether SERVING is in the journal.
+    pub serving: bool,
     /// The guest at the source.
     pub guest: SourceGuest,
     /// Whether the guest was paused and everything was sent.
@@ -76,6 +83,8 @@ pub struct Destination {
     pub opened: bool,
     /// Whether RUN-INTENT is in the journal.
     pub intent: bool,
+    /// Whether FETCHED is in the journal.
+    pub fetched: bool,
     /// Whether ABORTED is in the journal.
     pub aborted: bool,
     /// The guest at the destination.
@@ -102,6 +111,8 @@ pub enum DestinationRecord {
     Open,
     /// RUN-INTENT: the destination owns the guest.
     RunIntent,
+    /// FETCHED: the guest has all its pages.
+    Fetched,
     /// ABORTED: the guest never ran here and never will.
     Aborted,
 }
@@ -111,7 +122,7 @@ pub enum DestinationRecord {
 pub enum DestinationGuest {
     /// It is absent or incomplete.
     Absent,
-    /// All memory is placed and the state is loaded.
+    /// All memory is placed, or can be fetched, and the state is loaded.
     Loaded,
     /// It runs.
     Running,
@@ -134,8 +145,10 @@ pub enum Message {
     Abort,
     /// Source: asks for the destination's word.
     Query,
-    /// Destination: the guest runs here.
+    /// Destination: the guest runs here and needs nothing of the source.
     Running,
+    /// Destination: the guest runs here and lacks pages.
+    Fetching,
     /// Destination: the guest never ran here and never will.
     Aborted,
     /// The word of the destination, or of another host in its place.
@@ -153,7 +166,7 @@ impl Message {
 impl World {
     /// The initial state: the guest runs at the source, and the destination's process listens.
     #[must_use]
-    pub fn start(outlives: bool) -> Self {
+    pub fn start(outlives: bool, kind: SessionKind) -> Self {
         Self {
             source: Source {
                 process: Some(SourceProcess {
@@ -164,6 +177,7 @@ impl World {
                 committed: false,
                 kept: false,
                 given: false,
+                serving: false,
                 guest: SourceGuest::Running,
                 sent_final: false,
             },
@@ -171,12 +185,15 @@ impl World {
                 process: Some(DestinationProcess::listening()),
                 opened: false,
                 intent: false,
+                fetched: false,
                 aborted: false,
                 guest: DestinationGuest::Absent,
                 lost: false,
             },
             network: BTreeSet::new(),
             outlives,
+            kind,
+            lacks_pages: false,
             faults_ended: false,
             ran_at_destination: false,
             resumed_here: false,
@@ -191,6 +208,22 @@ impl World {
             && self.destination.guest == DestinationGuest::Running
     }
 
+    /// Whether the guest at the destination lacks pages that no host has any more.
+    #[must_use]
+    pub fn has_lost_pages(&self) -> bool {
+        self.lacks_pages && self.source.guest == SourceGuest::Released
+    }
+
+    /// Whether missing pages can arrive. Both processes are needed, and a guest at the source that
+    /// has not run since its state was saved.
+    #[must_use]
+    pub fn can_fetch(&self) -> bool {
+        self.lacks_pages
+            && self.source.process.is_some()
+            && self.source.guest == SourceGuest::Paused
+            && self.destination.process.is_some()
+    }
+
     /// Who has the guest now, in words.
     #[must_use]
     pub fn who_has_the_guest(&self) -> String {
@@ -200,6 +233,12 @@ impl World {
             SourceGuest::Released => "the source has given it up",
         };
         let destination = match (self.destination.guest, &self.destination.process) {
+            (DestinationGuest::Running, _) if self.has_lost_pages() => {
+                "the destination runs it without pages that are lost"
+            }
+            (DestinationGuest::Running, _) if self.lacks_pages => {
+                "the destination runs it and lacks pages"
+            }
             (DestinationGuest::Running, _) => "the destination runs it",
             (DestinationGuest::MovedOn, _) => "a third host runs it",
             (DestinationGuest::Loaded, Some(process))

@@ -344,7 +344,7 @@ fn step_of(action: &Action) -> Option<Step> {
         Action::Prepare { .. } => Some(Step::Prepare),
         Action::Open(_) => Some(Step::Open),
         Action::Load { .. } => Some(Step::Load),
-        Action::WriteIntent => Some(Step::WriteIntent),
+        Action::WriteIntent(_) => Some(Step::WriteIntent),
         Action::Run => Some(Step::Run),
         _ => None,
     }

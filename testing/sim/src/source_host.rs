@@ -369,7 +369,7 @@ fn step_of(action: &Action) -> Option<Step> {
         Action::Pause => Some(Step::Pause),
         Action::HarvestLast => Some(Step::HarvestLast),
         Action::Save => Some(Step::Save),
-        Action::WriteCommit => Some(Step::WriteCommit),
+        Action::WriteCommit(_) => Some(Step::WriteCommit),
         _ => None,
     }
 }

@@ -58,16 +58,22 @@ impl Stopped {
     pub fn now(pid: u32) -> Self {
         let stopped = Self(Pid::from_raw(pid as i32).unwrap());
         kill_process(stopped.0, Signal::STOP).unwrap();
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while !is_stopped(pid) {
-            assert!(Instant::now() < deadline, "process {pid} does not stop");
-            std::thread::yield_now();
-        }
+        assert!(stopped.is_still(), "process {pid} does not stop");
         stopped
     }
 
+    /// Whether the process is stopped. While vmferry lets a thread of it execute a system call, the
+    /// process is traced instead, and stopped again when that ends.
     pub fn is_still(&self) -> bool {
-        is_stopped(self.0.as_raw_nonzero().get().unsigned_abs())
+        let pid = self.0.as_raw_nonzero().get().unsigned_abs();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !is_stopped(pid) {
+            if Instant::now() > deadline {
+                return false;
+            }
+            std::thread::yield_now();
+        }
+        true
     }
 
     pub fn wake(self) {}

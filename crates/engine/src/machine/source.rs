@@ -61,7 +61,7 @@ use crate::error::MigrateError;
 use crate::stats::SourceStats;
 use crate::vmm::{GuestDescription, StateEstimate};
 use vmferry_handover::SourceState;
-use vmferry_handover::journal::{Record, recover_source};
+use vmferry_handover::journal::{Record, kind_of_source, recover_source};
 
 /// The source's state machine.
 #[derive(Debug)]
@@ -114,6 +114,7 @@ impl Source {
         now: Duration,
     ) -> Self {
         let Self { phase, mut common } = Self::at_rest(config, guest, SourceSide::new("none"), now);
+        common.kind = kind_of_source(records);
         let (next, effects) = recover_source(records);
         let phase = phase.follow(&mut common, now, Step { next, effects, by_operator: false });
         Self { phase, common }

@@ -12,7 +12,7 @@ enum Writer {
 
 /// The kind of a record, who writes it, and its line. When a record gets a new member, add its new
 /// line and change the old line from `Writer::ThisRelease` to [`Writer::Earlier`].
-const LINES: [(&str, Writer, &str); 11] = [
+const LINES: [(&str, Writer, &str); 15] = [
     (
         "open",
         Writer::ThisRelease,
@@ -34,11 +34,15 @@ const LINES: [(&str, Writer, &str); 11] = [
         r#"3db5cece {"record":"open","guest":{"uuid":"00000000-0000-0000-0000-000000000000","name":""},"peer":"","peer_names":[],"at":0}"#,
     ),
     ("commit", Writer::ThisRelease, r#"552f19b3 {"record":"commit"}"#),
+    ("commit-post-copy", Writer::ThisRelease, r#"f3a20e8f {"record":"commit-post-copy"}"#),
+    ("serving", Writer::ThisRelease, r#"b8a6a6f8 {"record":"serving"}"#),
     ("given", Writer::ThisRelease, r#"f54e283d {"record":"given","by_operator":false}"#),
     ("given", Writer::ThisRelease, r#"3fea0f45 {"record":"given","by_operator":true}"#),
     ("kept", Writer::ThisRelease, r#"6ff25576 {"record":"kept","by_operator":false}"#),
     ("kept", Writer::ThisRelease, r#"0408e45d {"record":"kept","by_operator":true}"#),
     ("run-intent", Writer::ThisRelease, r#"d3f84dc1 {"record":"run-intent"}"#),
+    ("run-intent-post-copy", Writer::ThisRelease, r#"647f9d41 {"record":"run-intent-post-copy"}"#),
+    ("fetched", Writer::ThisRelease, r#"492a944d {"record":"fetched"}"#),
     (
         "aborted",
         Writer::ThisRelease,
@@ -48,7 +52,10 @@ const LINES: [(&str, Writer, &str); 11] = [
 
 /// The side that writes a record of this kind. Both sides write `open`.
 fn side_of(kind: &str) -> Side {
-    if matches!(kind, "run-intent" | "aborted") { Side::Destination } else { Side::Source }
+    match kind {
+        "run-intent" | "run-intent-post-copy" | "fetched" | "aborted" => Side::Destination,
+        _ => Side::Source,
+    }
 }
 
 fn sealed(json: &str) -> String {

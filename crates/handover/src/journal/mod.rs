@@ -25,8 +25,8 @@ pub use self::order::{
 };
 pub use self::record::{BadLine, BadRecord, JournalRecord, Record, Side, decode, decode_line};
 use crate::{
-    DestinationEffect, DestinationRecords, DestinationState, GuestIdentity, SessionId, SessionWord,
-    SourceEffect, SourceRecords, SourceState,
+    DestinationEffect, DestinationRecords, DestinationState, GuestIdentity, SessionId, SessionKind,
+    SessionWord, SourceEffect, SourceRecords, SourceState,
 };
 
 /// Storage for records. The engine uses [`FileJournal`]; the simulation provides its own.
@@ -142,12 +142,12 @@ impl SessionSummary {
     pub fn new(session: SessionId, side: Side, records: Vec<Record>, led: bool) -> Self {
         let verdict = match side {
             Side::Source => match recover_source(&records).0 {
-                SourceState::Given => Verdict::There,
+                SourceState::Given | SourceState::Serving => Verdict::There,
                 SourceState::InDoubt { .. } => Verdict::InDoubt,
                 _ => Verdict::Here,
             },
             Side::Destination => match recover_destination(&records) {
-                Some((DestinationState::Owns, _)) => Verdict::Here,
+                Some((state, _)) if state.may_run() => Verdict::Here,
                 _ => Verdict::There,
             },
         };
@@ -177,6 +177,16 @@ impl SessionSummary {
     #[must_use]
     pub fn order(&self) -> Order {
         Order::of(&self.records)
+    }
+
+    /// Whether the guest runs at the destination and may still lack pages of the source.
+    #[must_use]
+    pub fn lacks_pages(&self) -> bool {
+        match self.side {
+            Side::Source => recover_source(&self.records).0 == SourceState::Serving,
+            Side::Destination => recover_destination(&self.records)
+                .is_some_and(|(state, _)| state == DestinationState::Fetching),
+        }
     }
 
     /// Whether this host was the source and the process that led the session died before its end.
@@ -296,7 +306,12 @@ pub fn recover_destination(
     let has = |wanted: fn(&Record) -> bool| records.iter().any(wanted);
     crate::recover_destination(DestinationRecords {
         opened: has(|r| matches!(r, Record::Open { .. })),
-        intent: has(|r| matches!(r, Record::RunIntent)),
+        intent: records.iter().find_map(|record| match record {
+            Record::RunIntent => Some(SessionKind::PreCopy),
+            Record::RunIntentPostCopy => Some(SessionKind::PostCopy),
+            _ => None,
+        }),
+        fetched: has(|r| matches!(r, Record::Fetched)),
         aborted: has(|r| matches!(r, Record::Aborted { .. })),
     })
 }
@@ -307,10 +322,19 @@ pub fn recover_destination(
 pub fn recover_source(records: &[Record]) -> (SourceState, &'static [SourceEffect]) {
     let has = |wanted: fn(&Record) -> bool| records.iter().any(wanted);
     crate::recover_source(SourceRecords {
-        committed: has(|r| matches!(r, Record::Commit)),
+        committed: has(Record::is_commit),
         kept: has(|r| matches!(r, Record::Kept { .. })),
         given: has(|r| matches!(r, Record::Given { .. })),
+        serving: has(|r| matches!(r, Record::Serving)),
     })
+}
+
+/// The kind of a source's session, as far as its records say: a session that has not come to COMMIT
+/// counts as pre-copy.
+#[must_use]
+pub fn kind_of_source(records: &[Record]) -> SessionKind {
+    let post_copy = |record| matches!(record, &Record::CommitPostCopy | &Record::Serving);
+    if records.iter().any(post_copy) { SessionKind::PostCopy } else { SessionKind::PreCopy }
 }
 
 /// The word that this host, as the destination, may give about a session after a restart.

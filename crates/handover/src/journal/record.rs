@@ -5,7 +5,7 @@
 //! promise, so no word is given from its journal. Unknown records with `"optional":true` promise
 //! nothing and are skipped.
 
-use crate::GuestIdentity;
+use crate::{GuestIdentity, SessionKind};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use strum::{EnumString, IntoStaticStr, VariantNames};
@@ -37,6 +37,12 @@ pub enum Record {
     },
     /// Source: the guest never runs here again, unless the destination answers ABORTED.
     Commit,
+    /// As `Commit`, of a session in which the destination may run the guest before it has all
+    /// pages. A record of its own, because a release that does not know post-copy must not free the
+    /// pages on an operator's word.
+    CommitPostCopy,
+    /// Source: the destination runs the guest and still fetches pages from here.
+    Serving,
     /// Source: the destination owns the guest.
     Given {
         /// Whether an operator decided this instead of the destination.
@@ -49,6 +55,11 @@ pub enum Record {
     },
     /// Destination: this host owns the guest from now on.
     RunIntent,
+    /// As `RunIntent`, and the guest may lack pages until `Fetched`. A record of its own, because a
+    /// release that does not know post-copy must not say that it needs nothing of the source.
+    RunIntentPostCopy,
+    /// Destination: the guest has all its pages.
+    Fetched,
     /// Destination: the guest never ran here and never will.
     Aborted {
         /// The reason, for people.
@@ -113,13 +124,43 @@ impl Record {
         self.into()
     }
 
+    /// COMMIT of a session of this kind.
+    #[must_use]
+    pub fn commit(kind: SessionKind) -> Self {
+        match kind {
+            SessionKind::PreCopy => Self::Commit,
+            SessionKind::PostCopy => Self::CommitPostCopy,
+        }
+    }
+
+    /// RUN-INTENT of a session of this kind.
+    #[must_use]
+    pub fn run_intent(kind: SessionKind) -> Self {
+        match kind {
+            SessionKind::PreCopy => Self::RunIntent,
+            SessionKind::PostCopy => Self::RunIntentPostCopy,
+        }
+    }
+
+    /// Whether it is COMMIT, of a session with or without post-copy.
+    #[must_use]
+    pub fn is_commit(&self) -> bool {
+        matches!(self, Self::Commit | Self::CommitPostCopy)
+    }
+
     /// Whether this side writes this kind of record.
     #[must_use]
     pub fn is_of(&self, side: Side) -> bool {
         match self {
             Self::Open { .. } => true,
-            Self::Commit | Self::Given { .. } | Self::Kept { .. } => side == Side::Source,
-            Self::RunIntent | Self::Aborted { .. } => side == Side::Destination,
+            Self::Commit
+            | Self::CommitPostCopy
+            | Self::Serving
+            | Self::Given { .. }
+            | Self::Kept { .. } => side == Side::Source,
+            Self::RunIntent | Self::RunIntentPostCopy | Self::Fetched | Self::Aborted { .. } => {
+                side == Side::Destination
+            }
         }
     }
 

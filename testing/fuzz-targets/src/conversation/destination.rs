@@ -6,8 +6,8 @@ use vmferry::Timeouts;
 use vmferry::machine::destination::Destination;
 use vmferry::machine::destination::io::{Action, Ending, Input as What, LinkId};
 use vmferry::machine::peer::DestinationSide;
-use vmferry_handover::DestinationState;
 use vmferry_handover::journal::{Record, recover_destination};
+use vmferry_handover::{DestinationState, SessionKind};
 use vmferry_memory::WholeHash;
 use vmferry_wire::{ControlMessage, SessionWord};
 
@@ -245,7 +245,8 @@ impl DestinationHost {
             Action::SumDigest => self.tasks.push(Task::Sum),
             Action::Load { .. } => self.tasks.push(Task::Load),
             Action::Hash { .. } => self.tasks.push(Task::Hash),
-            Action::WriteIntent => {
+            Action::WriteIntent(kind) => {
+                assert_eq!(kind, SessionKind::PreCopy, "no post-copy was announced");
                 assert!(self.loaded, "RUN-INTENT for a guest that is not complete");
                 self.tasks.push(Task::Intent);
             }
@@ -257,6 +258,7 @@ impl DestinationHost {
                 self.tasks.push(Task::Start);
             }
             Action::Discard => assert!(!self.ran, "a running guest is discarded"),
+            Action::WriteFetched => panic!("no post-copy was announced"),
             Action::ExpectLanes { .. } | Action::Report(_) => {}
         }
     }

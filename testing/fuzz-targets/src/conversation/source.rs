@@ -283,7 +283,7 @@ impl SourceHost {
             Action::Save => self.tasks.push(Task::Save),
             Action::SumDigest => self.tasks.push(Task::Sum),
             Action::Hash { attempt } => self.tasks.push(Task::Hash(attempt)),
-            Action::WriteCommit => {
+            Action::WriteCommit(_) => {
                 assert!(!self.recovered && !self.runs);
                 self.tasks.push(Task::Commit);
             }

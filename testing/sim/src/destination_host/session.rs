@@ -116,7 +116,10 @@ impl Session {
                 network.after(takes, Event::Destination(number, input));
                 None
             }
-            Action::WriteIntent => Some(Input::IntentWritten(self.write(&Record::RunIntent))),
+            Action::WriteIntent(kind) => {
+                Some(Input::IntentWritten(self.write(&Record::run_intent(kind))))
+            }
+            Action::WriteFetched => Some(Input::FetchedWritten(self.write(&Record::Fetched))),
             Action::WriteAborted { reason } => {
                 Some(Input::AbortWritten(self.write(&Record::Aborted { reason })))
             }

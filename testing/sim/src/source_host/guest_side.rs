@@ -8,7 +8,7 @@ use vmferry::machine::source::io::Input;
 use vmferry::rounds::tracker::LaneTotals;
 use vmferry::{MigrateError, SourceVm};
 use vmferry_codec::{Choice, DeltaUse, EncodedFrame, Method};
-use vmferry_handover::{SourceGuest, write_commit};
+use vmferry_handover::{SessionKind, SourceGuest, write_commit};
 
 use super::Process;
 use super::lanes::Frame;
@@ -130,9 +130,9 @@ impl Process {
         Ok(Input::LastHarvest { pages, took: Duration::from_micros(200) })
     }
 
-    pub(super) fn commit(&mut self) -> Input {
+    pub(super) fn commit(&mut self, kind: SessionKind) -> Input {
         let Some(journal) = &mut self.journal else { return Input::Tick };
-        let committed = write_commit(journal).map(|proof| self.held.commit(proof));
+        let committed = write_commit(journal, kind).map(|proof| self.held.commit(proof));
         Input::CommitWritten(committed.map_err(Into::into))
     }
 

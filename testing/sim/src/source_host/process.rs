@@ -191,7 +191,7 @@ impl Process {
                 network.after(takes, Event::Source(self.number, input));
                 None
             }
-            Action::WriteCommit => Some(self.commit()),
+            Action::WriteCommit(kind) => Some(self.commit(kind)),
             Action::WriteOutcome(record) => {
                 if let Some(journal) = &mut self.journal {
                     // The promise that counts is already written.

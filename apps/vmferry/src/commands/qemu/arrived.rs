@@ -62,7 +62,7 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found
             kept.extend(after(&journals, session, Outcome::Kept));
         }
         match word {
-            SessionWord::Owns => left = Left::Guest(one),
+            SessionWord::Owns | SessionWord::Fetching => left = Left::Guest(one),
             // A QEMU that still waits can receive the next guest.
             SessionWord::Aborted if qmp.is_some() && one.waits()? => one.forget(),
             SessionWord::Aborted => {

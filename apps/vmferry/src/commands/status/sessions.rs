@@ -119,6 +119,12 @@ fn before_restart(session: &SessionSummary) -> &'static str {
 
 /// What this host promised in a session, as text.
 pub fn promise(session: &SessionSummary) -> &'static str {
+    if session.lacks_pages() {
+        return match session.side {
+            Side::Source => "has pages that the guest at the other host may still need",
+            Side::Destination => "has the guest, which may still need pages of the other host",
+        };
+    }
     match (session.side, session.verdict, session.led) {
         (Side::Source, Verdict::InDoubt, _) => {
             "IN DOUBT: committed the handover, got no confirmation"
@@ -196,5 +202,9 @@ mod tests {
         assert!(before_restart(&doubt).contains("no longer paused here"));
         let given = session(boot - 1, &[Record::Given { by_operator: false }], Side::Source);
         assert_eq!(before_restart(&given), "");
+        let serves = session(boot, &[Record::CommitPostCopy, Record::Serving], Side::Source);
+        assert!(promise(&serves).contains("may still need"));
+        let fetches = session(boot, &[Record::RunIntentPostCopy], Side::Destination);
+        assert!(promise(&fetches).contains("may still need"));
     }
 }

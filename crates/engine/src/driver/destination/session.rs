@@ -311,7 +311,10 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 })))
             }
             Action::Hash { except } => self.hash(except),
-            Action::WriteIntent => Some(Input::IntentWritten(self.write(&Record::RunIntent))),
+            Action::WriteIntent(kind) => {
+                Some(Input::IntentWritten(self.write(&Record::run_intent(kind))))
+            }
+            Action::WriteFetched => Some(Input::FetchedWritten(self.write(&Record::Fetched))),
             Action::WriteAborted { reason } => {
                 Some(Input::AbortWritten(self.write(&Record::Aborted { reason })))
             }

@@ -334,8 +334,8 @@ impl<V: Resume> Core<'_, V> {
                 self.chooser.set_algorithms(algorithms);
                 None
             }
-            Action::WriteCommit => {
-                let written = write_commit(&mut self.journal);
+            Action::WriteCommit(kind) => {
+                let written = write_commit(&mut self.journal, kind);
                 let committed = written.map(|proof| self.guest.commit(proof));
                 Some(Input::CommitWritten(committed.map_err(Into::into)))
             }

@@ -11,7 +11,7 @@ use crate::config::Timeouts;
 use crate::error::MigrateError;
 use crate::machine::peer::{DestinationSide, UnknownFields};
 use crate::stats::DestinationStats;
-use vmferry_handover::DestinationState;
+use vmferry_handover::{DestinationState, SessionKind};
 
 /// The state that outlives the phases.
 #[derive(Debug)]
@@ -21,6 +21,7 @@ pub(super) struct Common {
     pub(super) token: Token,
     pub(super) our_side: DestinationSide,
     pub(super) handover: DestinationState,
+    pub(super) kind: SessionKind,
     /// Why the session ended without the guest, or why the guest crashed, as far as that is known.
     pub(super) failure: Option<MigrateError>,
     /// When the source last sent a message.
@@ -42,6 +43,7 @@ impl Common {
             timeouts,
             token,
             handover: DestinationState::Receiving,
+            kind: SessionKind::PreCopy,
             failure: None,
             last_heard: now,
             links: Links::default(),

@@ -46,7 +46,11 @@ impl Phase {
             Input::Loaded(result) => self.on_loaded(common, now, result),
             Input::Hashed(hash, took) => self.on_hashed(common, hash, took),
             Input::IntentWritten(result) => {
-                self.on_journal(common, now, result, DestinationEvent::IntentWritten)
+                let written = DestinationEvent::IntentWritten(common.kind);
+                self.on_journal(common, now, result, written)
+            }
+            Input::FetchedWritten(result) => {
+                self.on_journal(common, now, result, DestinationEvent::FetchedWritten)
             }
             Input::AbortWritten(result) => {
                 self.on_journal(common, now, result, DestinationEvent::AbortWritten)

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmferry_wire::{ControlMessage, Reason, ReasonCode};
+use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionWord};
 
 use super::common::{Common, micros};
 use super::io::{Action, LinkId, Report};
@@ -112,7 +112,14 @@ impl Phase {
                     common.report(Report::Ready);
                     common.send(ControlMessage::Ready { digest, load_us });
                 }
-                (DestinationEffect::WriteIntent, _) => common.act(Action::WriteIntent),
+                (DestinationEffect::WriteIntent, _) => {
+                    common.act(Action::WriteIntent(common.kind));
+                }
+                (DestinationEffect::WriteFetched, _) => common.act(Action::WriteFetched),
+                (DestinationEffect::SendFetching, _) => {
+                    let message = ControlMessage::Answer { session, word: SessionWord::Fetching };
+                    common.act(Action::Broadcast(message));
+                }
                 (DestinationEffect::WriteAborted, _) => {
                     let reason = common.why();
                     common.act(Action::WriteAborted { reason });

@@ -7,6 +7,7 @@ use vmferry_wire::{ControlMessage, Release, SessionId};
 
 use crate::error::MigrateError;
 use crate::vmm::GuestDescription;
+use vmferry_handover::SessionKind;
 
 /// A connection with control messages: the session's control channel, or a channel on which a
 /// source in doubt asks.
@@ -81,6 +82,8 @@ pub enum Input {
     Hashed(WholeHash, Duration),
     /// RUN-INTENT is on disk. With an error this is unknown.
     IntentWritten(Result<(), MigrateError>),
+    /// FETCHED is on disk. With an error this is unknown.
+    FetchedWritten(Result<(), MigrateError>),
     /// ABORTED is on disk. With an error this is unknown.
     AbortWritten(Result<(), MigrateError>),
     /// The guest's vCPUs were started, or could not be.
@@ -103,6 +106,7 @@ impl Input {
                 | Self::Digest(_)
                 | Self::Loaded(_)
                 | Self::IntentWritten(_)
+                | Self::FetchedWritten(_)
                 | Self::AbortWritten(_)
                 | Self::Started(_)
         )
@@ -152,8 +156,10 @@ pub enum Action {
         /// Pages to leave out.
         except: PageSet,
     },
-    /// Append RUN-INTENT: `IntentWritten`.
-    WriteIntent,
+    /// Append RUN-INTENT of a session of this kind: `IntentWritten`.
+    WriteIntent(SessionKind),
+    /// Append FETCHED: `FetchedWritten`.
+    WriteFetched,
     /// Append ABORTED: `AbortWritten`.
     WriteAborted {
         /// Why, for people.

@@ -43,7 +43,7 @@ impl Phase {
 
     /// Whether messages are expected on the control channel.
     pub(super) fn listens(&self, common: &Common) -> bool {
-        !matches!(common.handover, SourceState::InDoubt { .. })
+        !matches!(common.handover, SourceState::InDoubt { .. } | SourceState::Serving)
             && !self.is_done()
             && common.links.is_control_up()
     }

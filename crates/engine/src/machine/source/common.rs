@@ -13,7 +13,7 @@ use crate::machine::peer::{SourceSide, UnknownFields};
 use crate::rounds::tracker::RoundTracker;
 use crate::stats::SourceStats;
 use crate::vmm::GuestDescription;
-use vmferry_handover::SourceState;
+use vmferry_handover::{SessionKind, SourceState};
 
 /// The state that outlives the phases.
 #[derive(Debug)]
@@ -21,6 +21,7 @@ pub(super) struct Common {
     pub(super) config: SourceConfig,
     pub(super) our_side: SourceSide,
     pub(super) handover: SourceState,
+    pub(super) kind: SessionKind,
     /// Why the guest was not migrated, as far as that is known.
     pub(super) failure: Option<MigrateError>,
     pub(super) pace: Pace,
@@ -55,6 +56,7 @@ impl Common {
         let memory_pages: u64 = guest.layout.iter().map(|slot| slot.pages).sum();
         Self {
             handover: SourceState::Holding,
+            kind: SessionKind::PreCopy,
             failure: None,
             pace: Pace::new(&config, now),
             rounds: RoundTracker::new(config.channels.get()),

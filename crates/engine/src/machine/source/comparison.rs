@@ -189,7 +189,7 @@ mod tests {
             Action::Send(ControlMessage::Ping { .. }) => None,
             Action::Send(message) => Some(message.name().to_owned()),
             Action::Hash { attempt } => Some(format!("hash {attempt}")),
-            Action::WriteCommit => Some("commit".into()),
+            Action::WriteCommit(_) => Some("commit".into()),
             _ => None,
         };
         std::iter::from_fn(|| source.next_action()).filter_map(name).collect()

@@ -72,7 +72,7 @@ impl Phase {
         now: Duration,
         word: OperatorWord,
     ) -> Self {
-        let (next, effects) = common.handover.step(SourceEvent::Operator(word));
+        let (next, effects) = common.handover.step(SourceEvent::of_operator(word, common.kind));
         self.follow(common, now, Step { next, effects, by_operator: true })
     }
 
@@ -122,8 +122,8 @@ impl Phase {
         let Step { next, effects, by_operator } = step;
         let before = std::mem::replace(&mut common.handover, next);
         let phase = match (next, self) {
-            (SourceState::InDoubt { .. }, Self::Asking(asking)) => Self::Asking(asking),
-            (SourceState::InDoubt { .. }, phase) => {
+            (_, Self::Asking(asking)) => Self::Asking(asking),
+            (SourceState::InDoubt { .. } | SourceState::Serving, phase) => {
                 let (pause, since) = (phase.pause(), phase.promised_at().unwrap_or(now));
                 Self::Asking(Asking { pause, since })
             }
@@ -131,7 +131,7 @@ impl Phase {
         };
         for effect in effects {
             match effect {
-                SourceEffect::WriteCommit => common.act(Action::WriteCommit),
+                SourceEffect::WriteCommit => common.act(Action::WriteCommit(common.kind)),
                 SourceEffect::SendCommit => {
                     let session = common.config.session;
                     common.act(Action::Send(ControlMessage::Commit { session }));
@@ -144,7 +144,8 @@ impl Phase {
                     common.act(Action::Send(ControlMessage::Abort { reason }));
                 }
                 SourceEffect::Ask => {
-                    let first = !matches!(before, SourceState::InDoubt { .. });
+                    let first =
+                        !matches!(before, SourceState::InDoubt { .. } | SourceState::Serving);
                     let delay = if first { Duration::ZERO } else { common.timeouts().ask };
                     common.wait.since = now + delay;
                     common.act(Action::Ask { delay });
@@ -155,6 +156,7 @@ impl Phase {
                 SourceEffect::WriteGiven => {
                     common.act(Action::WriteOutcome(Record::Given { by_operator }));
                 }
+                SourceEffect::WriteServing => common.act(Action::WriteOutcome(Record::Serving)),
                 SourceEffect::Resume => {
                     common.act(Action::Resume);
                     common.report(Report::Resumed);

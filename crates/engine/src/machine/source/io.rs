@@ -10,8 +10,8 @@ use crate::error::MigrateError;
 use crate::rounds::tracker::LaneTotals;
 use crate::stats::forecast::Forecast;
 use crate::vmm::streamed::StreamEvent;
-use vmferry_handover::OperatorWord;
 use vmferry_handover::journal::Record;
+use vmferry_handover::{OperatorWord, SessionKind};
 
 /// An event.
 #[derive(Debug)]
@@ -245,9 +245,9 @@ pub enum Action {
         /// Identifies the hash. The result for a pause that was withdrawn is ignored.
         attempt: u32,
     },
-    /// Append COMMIT to the journal: `CommitWritten`.
-    WriteCommit,
-    /// Append KEPT or GIVEN to the journal, if possible.
+    /// Append COMMIT of a session of this kind to the journal: `CommitWritten`.
+    WriteCommit(SessionKind),
+    /// Append KEPT, GIVEN or SERVING to the journal, if possible.
     WriteOutcome(Record),
     /// Resume the guest here.
     Resume,

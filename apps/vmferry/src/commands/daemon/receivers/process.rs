@@ -12,8 +12,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 
 use parking_lot::Mutex;
+use vmferry_handover::SessionId;
 use vmferry_handover::journal::{self, Side, recover_destination};
-use vmferry_handover::{DestinationState, SessionId};
 use vmferry_proxy::is_plain_name;
 use vmferry_wire::{Reason, ReasonCode};
 
@@ -142,7 +142,7 @@ impl Shared {
     fn has_arrived(&self, session: SessionId) -> bool {
         let records = journal::read(&self.journals, session, Side::Destination);
         let state = records.ok().and_then(|records| recover_destination(&records));
-        state.is_some_and(|(state, _)| state == DestinationState::Owns)
+        state.is_some_and(|(state, _)| state.may_run())
     }
 }
 
