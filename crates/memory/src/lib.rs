@@ -12,8 +12,8 @@
 //!
 //! `unsafe` is confined to `copy` (raw copies between slots and buffers), `slots` (the promise that
 //! a mapping is valid), `discard` (one `madvise`), `guest_bytes` (buffers excluded from core
-//! dumps), `pagemap` (one ioctl) and `traverse` (instructions detected at run time, and reads of
-//! the positions they have written).
+//! dumps), `pagemap` and `userfaultfd` (ioctls) and `traverse` (instructions detected at run time,
+//! and reads of the positions they have written).
 
 mod bitmap;
 mod copy;
@@ -33,6 +33,7 @@ mod sink;
 mod slots;
 pub mod traverse;
 mod units;
+pub mod userfaultfd;
 
 pub use bitmap::{Held, PageBitmap};
 pub use error::MemoryError;

@@ -1,55 +1,24 @@
-//! The ioctls of userfaultfd, and the one that queries a mapping of a process.
+//! The ioctls of write protection by userfaultfd, and the one that queries a mapping of a process.
+//!
+//! What write protection shares with missing pages is in `vmferry_memory::userfaultfd`.
 //!
 //! Source: Linux `Documentation/admin-guide/mm/userfaultfd.rst`,
 //! `include/uapi/linux/userfaultfd.h`, and for `PROCMAP_QUERY` `include/uapi/linux/fs.h`.
 
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
-const UFFD_API: u64 = 0xaa;
-const UFFD_USER_MODE_ONLY: libc::c_int = 1;
+use vmferry_memory::userfaultfd::{self, FaultOrigin, UFFDIO_REGISTER_MODE_WP, UffdioRange};
+
 /// Write protection of shared memory (Linux 5.19).
 const UFFD_FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 /// The kernel permits a write to a protected page and records it in the page table (Linux 6.7).
 const UFFD_FEATURE_WP_ASYNC: u64 = 1 << 15;
-const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
 const UFFDIO_WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 
-/// `_IOWR(UFFDIO, 0x3f, struct uffdio_api)`.
-const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;
-/// `_IOWR(UFFDIO, 0x00, struct uffdio_register)`.
-const UFFDIO_REGISTER: libc::c_ulong = 0xc020_aa00;
 /// `_IOWR(UFFDIO, 0x06, struct uffdio_writeprotect)`.
 const UFFDIO_WRITEPROTECT: libc::c_ulong = 0xc018_aa06;
-/// `_IOR(UFFDIO, 0x01, struct uffdio_range)`.
-const UFFDIO_UNREGISTER: libc::c_ulong = 0x8010_aa01;
-
-/// `struct uffdio_api`.
-#[repr(C)]
-struct UffdioApi {
-    api: u64,
-    features: u64,
-    ioctls: u64,
-}
-const _: () = assert!(size_of::<UffdioApi>() == 24);
-
-/// `struct uffdio_range`.
-#[repr(C)]
-struct UffdioRange {
-    start: u64,
-    len: u64,
-}
-const _: () = assert!(size_of::<UffdioRange>() == 16);
-
-/// `struct uffdio_register`.
-#[repr(C)]
-struct UffdioRegister {
-    range: UffdioRange,
-    mode: u64,
-    ioctls: u64,
-}
-const _: () = assert!(size_of::<UffdioRegister>() == 32);
 
 /// `struct uffdio_writeprotect`.
 #[repr(C)]
@@ -92,57 +61,32 @@ const _: () = assert!(size_of::<ProcmapQuery>() == 104);
 /// protection still sees the kernel's writes, because it raises no fault that would have to be
 /// handled.
 pub(super) fn open() -> io::Result<OwnedFd> {
-    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | UFFD_USER_MODE_ONLY;
-    // SAFETY: the call takes flags only and returns a new descriptor or -1.
-    let descriptor = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
-    if descriptor < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the descriptor is new and has no other owner.
-    let userfaultfd = unsafe { OwnedFd::from_raw_fd(descriptor as i32) };
+    let userfaultfd = userfaultfd::create(FaultOrigin::UserMode)?;
     enable(&userfaultfd)?;
     Ok(userfaultfd)
 }
 
 /// Enables asynchronous write protection. It is called once for each descriptor.
 pub(super) fn enable(userfaultfd: &OwnedFd) -> io::Result<()> {
-    let features = UFFD_FEATURE_WP_ASYNC | UFFD_FEATURE_WP_HUGETLBFS_SHMEM;
-    let mut api = UffdioApi { api: UFFD_API, features, ioctls: 0 };
-    // SAFETY: the argument has the layout of `struct uffdio_api`, asserted above.
-    let result = unsafe { libc::ioctl(userfaultfd.as_raw_fd(), UFFDIO_API, &raw mut api) };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    userfaultfd::set_up(userfaultfd, UFFD_FEATURE_WP_ASYNC | UFFD_FEATURE_WP_HUGETLBFS_SHMEM)
 }
 
 /// Registers a range of host-virtual addresses for write protection.
 pub(super) fn register(userfaultfd: impl AsFd, range: Range<u64>) -> io::Result<()> {
-    let mut argument = UffdioRegister {
-        range: UffdioRange { start: range.start, len: range.end - range.start },
-        mode: UFFDIO_REGISTER_MODE_WP,
-        ioctls: 0,
-    };
-    // SAFETY: the argument has the layout of `struct uffdio_register`, asserted above. Writes to
-    // the range are permitted as before (WP_ASYNC); the kernel checks that it is mapped.
-    let result =
-        unsafe { libc::ioctl(userfaultfd.as_fd().as_raw_fd(), UFFDIO_REGISTER, &raw mut argument) };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    // SAFETY: writes to the range are permitted as before (WP_ASYNC), and no page counts as
+    // missing.
+    unsafe { userfaultfd::register(userfaultfd, &range, UFFDIO_REGISTER_MODE_WP) }.map(drop)
 }
 
 /// Unregisters a range, which also removes its write protection.
 pub(super) fn unregister(userfaultfd: impl AsFd, range: Range<u64>) -> io::Result<()> {
-    let mut argument = UffdioRange { start: range.start, len: range.end - range.start };
-    // SAFETY: the argument has the layout of `struct uffdio_range`, asserted above.
-    let result = unsafe {
-        libc::ioctl(userfaultfd.as_fd().as_raw_fd(), UFFDIO_UNREGISTER, &raw mut argument)
-    };
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    userfaultfd::unregister(userfaultfd, &range)
 }
 
 /// Protects a registered range of shared memory, including pages that are not in a page table yet.
 pub(super) fn protect(userfaultfd: impl AsFd, range: Range<u64>) -> io::Result<()> {
-    let mut argument = UffdioWriteprotect {
-        range: UffdioRange { start: range.start, len: range.end - range.start },
-        mode: UFFDIO_WRITEPROTECT_MODE_WP,
-    };
+    let mut argument =
+        UffdioWriteprotect { range: (&range).into(), mode: UFFDIO_WRITEPROTECT_MODE_WP };
     // SAFETY: the argument has the layout of `struct uffdio_writeprotect`, asserted above. Writes
     // are permitted (WP_ASYNC).
     let result = unsafe {
