@@ -7,6 +7,7 @@ mod carried;
 mod compression;
 mod dirty_log;
 mod engine;
+mod faults;
 mod free_pages;
 mod guest;
 mod interrupt;
@@ -42,7 +43,7 @@ struct Arguments {
     /// Use as much memory and time as the published test (compression only).
     #[arg(long, conflicts_with = "quick")]
     full: bool,
-    /// Draw the plots into this file (bitmap, dirty-log, compression).
+    /// Draw the plots into this file (bitmap, dirty-log, compression, faults).
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
     /// Internal: the transport benchmark starts itself again with these two options.
@@ -50,6 +51,9 @@ struct Arguments {
     role: Option<transport::Role>,
     #[arg(long, hide = true)]
     directory: Option<PathBuf>,
+    /// Internal: the faults benchmark starts itself again with this option.
+    #[arg(long, hide = true)]
+    guest: Option<String>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -73,6 +77,9 @@ enum Name {
     Bitmap,
     /// The cost of a harvest with each dirty log.
     DirtyLog,
+    /// Missing pages of a guest, served by userfaultfd: faults per second and their latency, by
+    /// number of threads and descriptors. Needs root.
+    Faults,
     /// Pages per second with each compression method, by content and link.
     Compression,
     /// Total time with and without free-page hints, for idle and busy guests of 8 and 128 GB. Takes
@@ -88,10 +95,14 @@ fn main() -> anyhow::Result<()> {
     if let (Some(role), Some(directory)) = (arguments.role, &arguments.directory) {
         return transport::run_role(role, directory);
     }
-    let has_plots = matches!(arguments.name, Name::Bitmap | Name::DirtyLog | Name::Compression);
+    if let Some(order) = &arguments.guest {
+        return faults::run_guest(order);
+    }
+    let has_plots =
+        matches!(arguments.name, Name::Bitmap | Name::DirtyLog | Name::Compression | Name::Faults);
     ensure!(
         arguments.svg.is_none() || has_plots,
-        "--svg works only with `bitmap`, `dirty-log` and `compression`"
+        "--svg works only with `bitmap`, `dirty-log`, `compression` and `faults`"
     );
     let is_compression = matches!(arguments.name, Name::Compression);
     ensure!(
@@ -131,6 +142,7 @@ fn measure(arguments: &Arguments) -> anyhow::Result<Results> {
         Name::DirtyLog => dirty_log::run(arguments.quick)?,
         Name::Bitmap => bitmap::run(arguments.quick)?,
         Name::FreePages => free_pages::run(arguments.quick)?,
+        Name::Faults => faults::run(arguments.quick)?,
         Name::Transport => transport::run(arguments.quick)?,
         Name::Compression => compression::run(match (arguments.quick, arguments.full) {
             (true, _) => compression::Size::Quick,

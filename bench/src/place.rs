@@ -195,7 +195,7 @@ fn fill(
 
 /// Allocates memory once and frees it. A virtual machine returns memory that was free for long to
 /// its host, and getting it back is slow.
-fn warm_up(pages: u64) -> anyhow::Result<()> {
+pub fn warm_up(pages: u64) -> anyhow::Result<()> {
     let pages = pages * 2;
     let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages }];
     let memory = GuestMemory::allocate(&layout, MemoryKind::Thp)?;

@@ -1,4 +1,4 @@
-//! The benchmarks of memory and dirty pages: `place`, `bitmap`, `dirty-log`.
+//! The benchmarks of memory and pages: `place`, `bitmap`, `dirty-log`, `faults`.
 
 use super::{assert_positive, assert_ratios, rows, run, run_with_plots};
 
@@ -26,6 +26,20 @@ fn bitmap_prints_the_documented_json() {
         assert_ratios(&results, &ratios.each_ref().map(String::as_str));
     }
     assert!(results["ratios"]["flat_simd_of_memory_bandwidth_1tib"].is_number(), "{results}");
+}
+
+#[test]
+fn faults_prints_the_documented_json() {
+    let results = run_with_plots("faults");
+    assert_eq!(rows(&results).len(), 15, "1, 8 and 64 threads, 1 to 16 descriptors");
+    for row in rows(&results) {
+        assert_positive(row, &["faults_per_s", "mean_us", "p50_us", "p99_us", "max_us"]);
+    }
+    for threads in [1, 8, 64] {
+        let name = format!("faults_{threads}_threads_best_over_one_descriptor");
+        assert_ratios(&results, &[&name]);
+    }
+    assert_positive(&results["yardsticks"], &["copy_pages_per_s", "post_copy_floor_p50_us"]);
 }
 
 #[test]

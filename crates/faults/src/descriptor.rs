@@ -138,11 +138,13 @@ impl FaultDescriptor {
     /// populated waits until it is placed.
     ///
     /// # Errors
-    /// As [`register_missing`](Self::register_missing).
+    /// [`FaultError::OutOfSlot`], or as [`register_missing`](Self::register_missing).
     pub fn register_slot(&self, slot: &Slot, pages: Range<u64>) -> Result<RangeIoctls, FaultError> {
+        if pages.start > pages.end || pages.end > slot.pages() {
+            return Err(FaultError::OutOfSlot { slot: slot.id(), pages, length: slot.pages() });
+        }
         let (start, page) = (slot.host_address() as u64, PAGE_SIZE as u64);
-        let end = pages.end.min(slot.pages());
-        let range = start + pages.start.min(end) * page..start + end * page;
+        let range = start + pages.start * page..start + pages.end * page;
         // SAFETY: the creator of a slot has promised that Rust holds no reference to its memory.
         unsafe { self.register_missing(&range) }
     }

@@ -2,8 +2,9 @@
 
 use std::fmt;
 use std::io;
+use std::ops::Range;
 
-use vmferry_memory::PageRun;
+use vmferry_memory::{PageRun, SlotId};
 
 /// An error about missing pages. Addresses are host-virtual, in the process that owns the memory.
 #[derive(Debug, thiserror::Error)]
@@ -100,6 +101,16 @@ pub enum FaultError {
     Overlap {
         /// The first address of the overlap.
         at: u64,
+    },
+    /// Pages that a slot does not have.
+    #[error("pages {} to {} are not within the {length} pages of {slot}", pages.start, pages.end)]
+    OutOfSlot {
+        /// The slot.
+        slot: SlotId,
+        /// The pages.
+        pages: Range<u64>,
+        /// Number of pages in the slot.
+        length: u64,
     },
     /// A run of pages that no range has.
     #[error("no descriptor has {run}")]

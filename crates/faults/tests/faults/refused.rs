@@ -55,6 +55,8 @@ fn page_outside_a_registered_range_is_refused() {
     let error = descriptor.place(start + 8 * PAGE, &[1; PAGE_SIZE], Wake::Now).unwrap_err();
     let expected = start + 8 * PAGE;
     assert!(matches!(error, FaultError::NotRegistered { at } if at == expected), "{error}");
+    let error = descriptor.register_slot(&memory.slots()[0], 60..PAGES + 1).unwrap_err();
+    assert!(matches!(error, FaultError::OutOfSlot { length: PAGES, .. }), "{error}");
     // A batch that leaves the range is refused too, and places nothing there.
     let batch = [1; 4 * PAGE_SIZE];
     assert!(descriptor.place(start + 6 * PAGE, &batch, Wake::Now).is_err());
