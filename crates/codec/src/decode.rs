@@ -4,7 +4,9 @@
 //! damaged frame changes nothing in the guest. Frames of raw pages take a shorter path; see
 //! `direct.rs`.
 
-use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE, SlotId, page_hash, zero_page_hash};
+use vmferry_memory::{
+    GuestBytes, GuestMemory, PAGE_SIZE, PageRun, SlotId, page_hash, zero_page_hash,
+};
 use vmferry_wire::{Encoding, FrameHeader, FrameKind, Run, RunTable, WireError};
 
 use crate::decompress::Decompressors;
@@ -61,13 +63,39 @@ impl Decoder {
         hashes: &PageHashes,
         belongs: impl Fn(&Run) -> bool,
     ) -> Result<PlacedPages, CodecError> {
+        let Some(decoded) = self.decode(frame, memory, hashes, belongs)? else {
+            return Ok(PlacedPages::default());
+        };
+        let slot = decoded.header.slot;
+        let mut from = decoded.content;
+        for run in decoded.table.runs() {
+            place_run(slot, run, from.take(&run), memory, hashes)?;
+        }
+        Ok(decoded.record(hashes))
+    }
+
+    /// Decodes and checks every page of a frame without placing any. `None` for a frame that ends a
+    /// round. `memory` has the bases of deltas.
+    ///
+    /// # Errors
+    /// As [`place`](Self::place).
+    ///
+    /// # Panics
+    /// If only the head of the frame was read.
+    pub fn decode<'d>(
+        &'d mut self,
+        frame: &'d Frame,
+        memory: &GuestMemory,
+        hashes: &PageHashes,
+        belongs: impl Fn(&Run) -> bool,
+    ) -> Result<Option<DecodedPages<'d>>, CodecError> {
         let header = match frame.header() {
             Some(header) if header.kind == FrameKind::Pages => header,
             Some(header) if header.kind == FrameKind::Stream => {
                 let text = "a piece of a stream where pages are due".to_owned();
                 return Err(WireError::BadFrame(text).into());
             }
-            _ => return Ok(PlacedPages::default()),
+            _ => return Ok(None),
         };
         let table = checked_table(frame, header, memory, belongs)?;
         let (raw, packed) = frame.raw_and_packed(header);
@@ -77,11 +105,31 @@ impl Decoder {
         apply_deltas(&mut self.changed, header, &table, deltas, memory, hashes)?;
         let content = Content { raw, packed, changed: &self.changed };
         check(&mut self.page_hashes, header, &table, content)?;
-        let mut from = content;
-        for run in table.runs() {
-            place_run(header.slot, run, from.take(&run), memory, hashes)?;
-        }
-        Ok(record(&self.page_hashes, header, &table, hashes))
+        Ok(Some(DecodedPages { header, table, content, page_hashes: &self.page_hashes }))
+    }
+}
+
+/// The pages of a frame, decoded and checked, before they are placed.
+pub struct DecodedPages<'d> {
+    header: &'d FrameHeader,
+    table: RunTable<'d>,
+    content: Content<'d>,
+    page_hashes: &'d [u64],
+}
+
+impl<'d> DecodedPages<'d> {
+    /// The runs of pages with their content; `None` for pages of zeros.
+    pub fn runs(&self) -> impl Iterator<Item = (PageRun, Option<&'d [u8]>)> + '_ {
+        let (slot, mut from) = (self.header.slot, self.content);
+        self.table.runs().map(move |run| {
+            let content = from.take(&run);
+            (run.in_slot(slot), (run.encoding != Encoding::Zero).then_some(content))
+        })
+    }
+
+    /// Records the hashes of all pages as those of the pages last placed, and counts the pages.
+    pub fn record(self, hashes: &PageHashes) -> PlacedPages {
+        record(self.page_hashes, self.header, &self.table, hashes)
     }
 }
 

@@ -37,7 +37,7 @@ mod stream;
 
 pub use apart::{Apart, Base, PageFound, Pages};
 pub use compress::{Compress, CompressError, Compressors};
-pub use decode::{Decoder, PlacedPages};
+pub use decode::{DecodedPages, Decoder, PlacedPages};
 pub use decompress::{DecompressError, Decompressors};
 pub use delta::{DeltaError, apply_delta, encode_delta};
 pub use direct::is_direct;

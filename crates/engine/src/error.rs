@@ -4,6 +4,7 @@ use std::time::Duration;
 use vmferry_handover::VmError;
 
 use vmferry_dirty::DirtyLogError;
+use vmferry_faults::FaultError;
 use vmferry_memory::MemoryError;
 use vmferry_transport::TransportError;
 use vmferry_wire::{Algorithm, AlgorithmSet, Reason, ReasonCode};
@@ -151,6 +152,9 @@ pub enum MigrateError {
     /// Reading or writing guest memory failed.
     #[error("guest memory failed")]
     Memory(#[from] MemoryError),
+    /// Missing pages could not be registered or placed.
+    #[error("pages that the guest lacks can't be handled")]
+    Faults(#[from] FaultError),
     /// The VMM failed.
     #[error("the VMM could not {action}")]
     Vm {
@@ -290,6 +294,7 @@ impl MigrateError {
             | Self::Compression { .. }
             | Self::DirtyLog(_)
             | Self::Memory(_)
+            | Self::Faults(_)
             | Self::Vm { .. }
             | Self::Journal(_)
             | Self::Local { .. } => ErrorClass::Internal,
@@ -308,7 +313,7 @@ impl MigrateError {
             Self::PoweredOff => ReasonCode::PoweredOff,
             Self::TimedOut { .. } | Self::LinkLost { .. } => ReasonCode::TimedOut,
             Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ReasonCode::DigestMismatch,
-            Self::DirtyLog(_) | Self::Memory(_) => ReasonCode::Memory,
+            Self::DirtyLog(_) | Self::Memory(_) | Self::Faults(_) => ReasonCode::Memory,
             Self::Vm { .. } => ReasonCode::State,
             Self::Journal(_) => ReasonCode::Journal,
             Self::Refused { reason, .. } | Self::EndedByPeer { reason, .. } => reason.code,

@@ -161,6 +161,22 @@ impl FaultRanges {
         Ok(placement)
     }
 
+    /// Places a run of zero pages, which may be in several ranges.
+    ///
+    /// # Errors
+    /// [`FaultError::NoRange`], or as [`FaultDescriptor::place`].
+    pub fn place_zeros(&self, run: PageRun, wake: Wake) -> Result<Placement, FaultError> {
+        let mut placement = Placement::default();
+        self.each_part(run, |range, part| {
+            let at = address(range, part.start)..address(range, part.end);
+            let placed = range.descriptor.place_zeros(&at, wake)?;
+            placement.placed_bytes += placed.placed_bytes;
+            placement.present_bytes += placed.present_bytes;
+            Ok(())
+        })?;
+        Ok(placement)
+    }
+
     /// Wakes the threads that wait at the pages of a run.
     ///
     /// # Errors

@@ -65,4 +65,7 @@ pub enum WireError {
     /// A frame header or table that violates a rule.
     #[error("bad frame: {0}")]
     BadFrame(String),
+    /// A request for pages that violates a rule.
+    #[error("bad request for pages: {0}")]
+    BadRequest(String),
 }

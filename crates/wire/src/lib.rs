@@ -28,6 +28,7 @@ pub mod number;
 mod probe;
 mod reason;
 mod release;
+mod request;
 mod runs;
 mod segments;
 mod session;
@@ -46,6 +47,7 @@ pub use hello::{
 pub use message::{ControlMessage, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LANES, MAX_SLOTS};
 pub use probe::{MAX_FACTS_BYTES, MAX_PROBE_BYTES, MAX_REFUSAL_BYTES, ProbeHeader, ProbeMessage};
 pub use reason::{MAX_REASON_BYTES, Reason, ReasonCode};
+pub use request::{MAX_REQUEST_PAGES, PAGE_REQUEST_BYTES, PageRequest};
 pub use runs::{Encoding, MAX_FRAME_CONTENT_PAGES, Run, RunTable, table_checksum};
 pub use segments::{MAX_KEPT_PAGES, PieceSummary, Segment, SegmentEncoding, SegmentTable};
 pub use session::Token;

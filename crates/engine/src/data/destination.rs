@@ -1,7 +1,9 @@
 //! Receiving frames. Their pages are placed in memory, or for carried guests written into a VMM.
 
+pub mod fault_lane;
 pub(crate) mod lane_channel;
 pub(crate) mod memory_lanes;
+pub mod missing;
 pub mod place;
 pub(crate) mod stream_lanes;
 pub(crate) mod target;

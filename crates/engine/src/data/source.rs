@@ -4,6 +4,7 @@
 pub mod chooser;
 pub(crate) mod lane;
 pub mod page_encoder;
+pub mod page_server;
 pub(crate) mod sent;
 pub(crate) mod streams;
 pub(crate) mod workers;

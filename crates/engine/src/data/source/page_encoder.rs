@@ -5,7 +5,7 @@ use std::sync::Arc;
 use vmferry_codec::{
     Choice, Compressors, EncodedFrame, Encoder, FrameCounts, HotPages, PageHashes,
 };
-use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSet, SlotId};
+use vmferry_memory::{GuestMemory, MemoryError, PAGE_SIZE, PageRun, PageSet, SlotId};
 
 use super::lane::plan::PageBatch;
 use crate::error::MigrateError;
@@ -30,6 +30,14 @@ impl PageEncoder {
         hot: Arc<HotPages>,
     ) -> Self {
         Self { memory, hashes, encoder: Encoder::new(compressors, hot) }
+    }
+
+    /// Checks that all pages of a run exist.
+    ///
+    /// # Errors
+    /// A run that is not within its slot.
+    pub fn check(&self, run: PageRun) -> Result<(), MemoryError> {
+        self.memory.check_run(run).map(|_| ())
     }
 
     /// Makes the frame of a batch of lane `lane`.

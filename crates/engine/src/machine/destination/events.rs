@@ -49,6 +49,9 @@ impl Phase {
                 let written = DestinationEvent::IntentWritten(common.kind);
                 self.on_journal(common, now, result, written)
             }
+            Input::Fetched => {
+                self.hand_over(common, now, LinkId::CONTROL, DestinationEvent::Fetched)
+            }
             Input::FetchedWritten(result) => {
                 self.on_journal(common, now, result, DestinationEvent::FetchedWritten)
             }

@@ -88,6 +88,8 @@ pub enum Input {
     AbortWritten(Result<(), MigrateError>),
     /// The guest's vCPUs were started, or could not be.
     Started(Result<(), MigrateError>),
+    /// The last page that the guest lacked was placed.
+    Fetched,
     /// An action failed.
     Failed(MigrateError),
     /// The user cancels.

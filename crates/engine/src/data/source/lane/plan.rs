@@ -13,7 +13,7 @@ use std::time::Duration;
 use vmferry_codec::Batch;
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::traverse::{BLOCK_PAGES, flat_runs};
-use vmferry_memory::{PageSet, SlotId};
+use vmferry_memory::{PageRun, PageSet, SlotId};
 
 use crate::config::LANE_STRIPE_PAGES;
 use crate::config::compression::MOST_FRAME_PAGES;
@@ -81,6 +81,17 @@ pub struct PageBatch {
 }
 
 impl PageBatch {
+    /// The pages of a run, at most [`MOST_FRAME_PAGES`] of them.
+    #[must_use]
+    pub fn of_run(round: u32, run: PageRun) -> Self {
+        let count = run.pages.min(MOST_FRAME_PAGES as u64) as usize;
+        let mut pages = [0; MOST_FRAME_PAGES];
+        for (place, page) in pages[..count].iter_mut().zip(run.first..) {
+            *place = page;
+        }
+        Self { round, slot: run.slot, pages, count, zero: None, poisoned: None }
+    }
+
     /// The batch for the encoder.
     #[must_use]
     pub fn as_batch(&self) -> Batch<'_> {
