@@ -67,11 +67,11 @@ struct Plan {
     round_trips: usize,
 }
 
-const USUAL: Plan = Plan { pages: 1 << 18, faults: 1 << 16, repetitions: 5, round_trips: 10_000 };
+const USUAL: Plan = Plan { pages: 1 << 18, faults: 1 << 16, repetitions: 9, round_trips: 10_000 };
 const QUICK: Plan = Plan { pages: 1 << 16, faults: 1 << 12, repetitions: 1, round_trips: 200 };
 
 /// Runs the benchmark. `quick` touches 4,096 pages of 256 MiB once; otherwise 65,536 pages of 1 GiB
-/// are touched five times.
+/// are touched nine times.
 pub fn run(quick: bool) -> anyhow::Result<Results> {
     let plan = if quick { QUICK } else { USUAL };
     let mut samples: BTreeMap<(usize, usize), Vec<Sample>> = BTreeMap::new();

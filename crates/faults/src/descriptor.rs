@@ -86,7 +86,8 @@ impl FaultDescriptor {
     }
 
     /// Takes a duplicate of a userfaultfd that was set up, and perhaps registered, elsewhere: that
-    /// of a predecessor, or of the process that owns the memory.
+    /// of a predecessor, or of the process that owns the memory. It becomes non-blocking for all
+    /// who have a duplicate.
     ///
     /// # Errors
     /// [`FaultError::SetUp`].

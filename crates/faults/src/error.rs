@@ -10,10 +10,7 @@ use vmferry_memory::{PageRun, SlotId};
 #[derive(Debug, thiserror::Error)]
 pub enum FaultError {
     /// This process may not handle the kernel's faults, or the kernel has no userfaultfd.
-    #[error(
-        "userfaultfd is not available: userfaultfd(2) failed ({system_call}), and so did \
-         /dev/userfaultfd ({device}); {remedy}"
-    )]
+    #[error("userfaultfd(2) failed, and so did /dev/userfaultfd ({device}); {remedy}")]
     Unavailable {
         /// The error of the system call.
         #[source]

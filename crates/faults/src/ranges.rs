@@ -74,7 +74,8 @@ pub struct FaultRanges {
 
 impl FaultRanges {
     /// Divides each slot of this process's memory into `shares` ranges of about the same length,
-    /// fewer if it is short, and registers each with a descriptor of its own.
+    /// fewer if it is short, and registers each with a descriptor of its own. Each range is a mapping
+    /// of its own in `/proc/PID/maps` while it is registered.
     ///
     /// # Errors
     /// As [`FaultDescriptor::open`] and [`FaultDescriptor::register_missing`]; then nothing is

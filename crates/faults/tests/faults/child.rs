@@ -3,13 +3,14 @@
 use std::io::{BufRead, BufReader, Lines};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::PoisonError;
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, getppid, pidfd_getfd, pidfd_open};
 use vmferry_faults::{FaultDescriptor, FaultRange, FaultRanges};
 use vmferry_memory::{Backing, GuestMemory, MemoryKind, SlotLayout};
 
-use crate::support::{self, Contents, PAGE, SLOT, memory, serve, wrong_pages};
+use crate::support::{self, Contents, PAGE, SLOT, STARTS, memory, serve, wrong_pages};
 
 const VARIABLE: &str = "VMFERRY_TEST_CHILD";
 
@@ -53,6 +54,7 @@ impl Other {
     }
 
     fn start(arguments: &str, stdin: Stdio) -> Self {
+        let may_start = STARTS.read().unwrap_or_else(PoisonError::into_inner);
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "child::child_process_of_the_test", "--nocapture"])
             .arg("--test-threads=1")
@@ -61,6 +63,7 @@ impl Other {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
+        drop(may_start);
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         Self { child, lines }
     }

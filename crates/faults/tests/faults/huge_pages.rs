@@ -10,10 +10,11 @@ use rustix::mount::{
     fsopen,
 };
 use vmferry_faults::{FaultRanges, Placement, Wake};
-use vmferry_kit::HugePages;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotLayout};
 
-use crate::support::{Contents, PAGE, SLOT, answer, memory, next_fault, page, populated, register};
+use crate::support::{
+    Contents, PAGE, SLOT, answer, memory, next_fault, page, populated, register, reserve_huge_pages,
+};
 
 /// Number of pages in a huge page.
 const HUGE: u64 = 512;
@@ -114,7 +115,7 @@ fn hole_in_a_transparent_huge_page_is_missing() {
 
 #[test]
 fn wake_up_without_a_page_places_no_reserved_huge_page() {
-    let _pool = HugePages::reserve(4);
+    let _pool = reserve_huge_pages(4);
     let memory = memory(4 * HUGE, MemoryKind::Hugetlb);
     let ranges = register(&memory, 1);
     woken_without_a_page(&memory, &ranges, HUGE + 7);
@@ -125,7 +126,7 @@ fn wake_up_without_a_page_places_no_reserved_huge_page() {
 
 #[test]
 fn reserved_huge_page_of_zeros_is_placed() {
-    let _pool = HugePages::reserve(2);
+    let _pool = reserve_huge_pages(2);
     let memory = memory(2 * HUGE, MemoryKind::Hugetlb);
     let ranges = register(&memory, 1);
     let range = &ranges.ranges()[0];

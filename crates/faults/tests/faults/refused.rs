@@ -4,11 +4,10 @@ use std::error::Error;
 
 use rustix::thread::set_thread_res_uid;
 use vmferry_faults::{FaultDescriptor, FaultError, FaultRange, FaultRanges, Remedy, Wake};
-use vmferry_kit::HugePages;
 use vmferry_memory::userfaultfd::{FaultOrigin, create};
 use vmferry_memory::{MemoryKind, PAGE_SIZE, PageRun, SlotId};
 
-use crate::support::{PAGE, SLOT, memory, page, populated, register};
+use crate::support::{PAGE, SLOT, memory, page, populated, register, reserve_huge_pages};
 
 const PAGES: u64 = 64;
 
@@ -92,7 +91,7 @@ fn part_of_a_page_is_refused() {
 
 #[test]
 fn part_of_a_reserved_huge_page_is_refused() {
-    let _pool = HugePages::reserve(2);
+    let _pool = reserve_huge_pages(2);
     let memory = memory(2 * 512, MemoryKind::Hugetlb);
     let slot = &memory.slots()[0];
     let small = FaultDescriptor::open(PAGE).unwrap();

@@ -3,7 +3,9 @@
 use proptest::prelude::*;
 use vmferry_memory::MemoryKind;
 
-use crate::support::{Contents, memory, place_all, populated, register, while_served, wrong_pages};
+use crate::support::{
+    Contents, memory, place_all, populated, register, reserve_huge_pages, while_served, wrong_pages,
+};
 
 /// A guest of some threads that touch all pages.
 #[derive(Clone, Copy, Debug)]
@@ -72,7 +74,7 @@ fn pages_of_private_memory_with_huge_pages_have_their_contents() {
 
 #[test]
 fn pages_of_reserved_huge_pages_have_their_contents() {
-    let _pool = vmferry_kit::HugePages::reserve(6);
+    let _pool = reserve_huge_pages(6);
     all_right(MemoryKind::Hugetlb, 6 * 512);
 }
 

@@ -1,9 +1,11 @@
 //! Guests whose pages have known contents, and threads that serve and check them.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{PoisonError, RwLock, RwLockWriteGuard};
 
 use rustix::event::{EventfdFlags, eventfd};
 use vmferry_faults::{FaultRanges, Waited, Wake};
+use vmferry_kit::HugePages;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, SlotId, SlotLayout};
 
 pub const PAGE: u64 = PAGE_SIZE as u64;
@@ -22,6 +24,22 @@ pub fn register(memory: &GuestMemory, shares: usize) -> FaultRanges {
 
 pub fn page(first: u64) -> PageRun {
     PageRun { slot: SLOT, first, pages: 1 }
+}
+
+/// A process that starts has duplicates of all descriptors until it executes its program. Those of
+/// a file of huge pages would keep the pages from the pool.
+pub static STARTS: RwLock<()> = RwLock::new(());
+
+/// Huge pages for one test, in which no process starts.
+pub struct Pool {
+    _pages: HugePages,
+    _no_starts: RwLockWriteGuard<'static, ()>,
+}
+
+pub fn reserve_huge_pages(pages: u64) -> Pool {
+    // A test that fails while it has the lock leaves nothing behind.
+    let no_starts = STARTS.write().unwrap_or_else(PoisonError::into_inner);
+    Pool { _pages: HugePages::reserve(pages), _no_starts: no_starts }
 }
 
 /// The populated pages of slot 0, as runs.
