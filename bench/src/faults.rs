@@ -162,18 +162,20 @@ fn find(rows: &[Row], threads: usize, descriptors: usize) -> anyhow::Result<&Row
 
 fn ratios(rows: &[Row], copies_per_s: f64) -> anyhow::Result<BTreeMap<String, f64>> {
     let mut ratios = BTreeMap::new();
-    let rate = |threads, descriptors| {
-        anyhow::Ok(number(find(rows, threads, descriptors)?, "faults_per_s"))
+    let column = |threads, name: &str| {
+        let of = |descriptors| Ok(number(find(rows, threads, descriptors)?, name));
+        DESCRIPTORS.into_iter().map(of).collect::<anyhow::Result<Vec<f64>>>()
     };
     for threads in THREADS {
-        let rates = DESCRIPTORS.map(|descriptors| rate(threads, descriptors));
-        let rates = rates.into_iter().collect::<Result<Vec<f64>, _>>()?;
+        let (rates, p50s) = (column(threads, "faults_per_s")?, column(threads, "p50_us")?);
         let (one, best) = (rates[0], most(rates));
         let of_threads = |name: &str| name.replace("THREADS", &format!("{threads}_threads"));
         ratios.insert(of_threads("faults_THREADS_best_over_one_descriptor"), best / one);
         ratios.insert(of_threads("faults_THREADS_best_over_copy"), best / copies_per_s);
+        let one_over_best = p50s[0] / least(p50s);
+        ratios.insert(of_threads("p50_THREADS_one_descriptor_over_best"), one_over_best);
     }
-    let collapse = rate(64, 1)? / rate(8, 1)?;
+    let collapse = column(64, "faults_per_s")?[0] / column(8, "faults_per_s")?[0];
     ratios.insert("faults_one_descriptor_64_threads_over_8_threads".into(), collapse);
     Ok(ratios)
 }

@@ -25,8 +25,8 @@
 //!   reported again.
 //! - *A page that exists is never overwritten.* Placing it again is
 //!   [`Placement::present_bytes`], so faults and background pages may race.
-//! - *Faults of the kernel are reported too*: KVM, vhost, and system calls such as `read` into guest
-//!   memory. `UFFD_USER_MODE_ONLY` would make these fail, so this crate never uses it.
+//! - *Faults of the kernel are reported too*: those of KVM, and of system calls such as `read` into
+//!   guest memory. `UFFD_USER_MODE_ONLY` would make these fail, so this crate never uses it.
 //! - *Waking places nothing*, but it must not be used in place of placing. If a thread continues at
 //!   a page that is still missing, it faults again.
 //!
