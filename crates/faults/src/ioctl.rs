@@ -4,8 +4,8 @@
 //! `include/uapi/linux/userfaultfd.h`.
 //!
 //! Why sound: only `copy` and `zero_page` change memory, and the kernel fills only pages that are
-//! missing in a range that is registered with the descriptor. Whoever registered it has promised
-//! that Rust holds no reference there (`vmferry_memory::userfaultfd::register`).
+//! missing in a range that is registered with the descriptor. The caller that registered it has
+//! promised that Rust holds no reference there (`vmferry_memory::userfaultfd::register`).
 
 use std::io;
 use std::ops::Range;

@@ -13,8 +13,8 @@
 //!
 //! All were tried on Linux 6.18; `tests/faults` has a test for each.
 //!
-//! - *A missing page of a shared file is a hole in the file.* Whatever touches it through another
-//!   mapping, `pread` excepted, populates it with zeros. The guest then finds that page and does
+//! - *A missing page of a shared file is a hole in the file.* Any access through another mapping,
+//!   `pread` excepted, populates it with zeros. The guest then finds that page and does
 //!   not fault. Until it is placed, only this crate may touch a missing page. `SEEK_DATA` and
 //!   `PAGEMAP_SCAN` touch nothing.
 //! - *When the last duplicate of a descriptor is closed, missing pages read as zeros*, and threads

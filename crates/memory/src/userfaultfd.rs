@@ -100,7 +100,7 @@ pub fn set_up(userfaultfd: impl AsFd, features: u64) -> io::Result<()> {
 ///
 /// # Safety
 /// With [`UFFDIO_REGISTER_MODE_MISSING`], and if the userfaultfd belongs to this process, Rust may
-/// hold no reference to the range: whoever has the descriptor fills its missing pages at any time.
+/// hold no reference to the range: its missing pages are filled through the descriptor at any time.
 ///
 /// # Errors
 /// `EINVAL` if the range is not mapped, or its kind of mapping is not supported; `EBUSY` if another

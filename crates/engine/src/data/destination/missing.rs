@@ -126,7 +126,7 @@ impl MissingPages {
             }
         }
         // Never populated at the source, or placed since the guest touched it. A page that exists
-        // is left as it is, and whoever waits there is woken.
+        // is left as it is, and the threads that wait for it are woken.
         let placed = self.ranges.place_zeros(PageRun { slot, first: page, pages: 1 }, Wake::Now)?;
         if placed.placed_bytes > 0 {
             self.counters.zero_faults.fetch_add(1, Ordering::Relaxed);
