@@ -4,10 +4,12 @@
 //! The guest is a process of its own with a memfd of 1 GiB. Each of its threads touches pages that
 //! no other thread touches, and measures each access from before to after. This process has a
 //! handler thread for each descriptor, which places a page for each fault. The pages are at hand:
-//! nothing is fetched. The limits are placing without faults, and a page fetched over rustls on
+//! nothing is fetched, except in the last row, where one thread of this process waits for pages that
+//! come over the engine's fault lane with TLS. The limits are placing without faults, and a page fetched over rustls on
 //! loopback; the latter and the fault of a single thread together are the floor of a post-copy
 //! fault.
 
+mod fetched;
 mod guest;
 mod handlers;
 mod yardsticks;
@@ -31,6 +33,8 @@ const DESCRIPTORS: [usize; 5] = [1, 2, 4, 8, 16];
 /// runs, except for the maximum.
 #[derive(Serialize)]
 struct FaultsRow {
+    /// `placed`: the pages are at hand. `fetched`: they come over a fault lane with TLS.
+    way: &'static str,
     threads: usize,
     descriptors: usize,
     faults_per_s: f64,
@@ -76,6 +80,7 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     let plan = if quick { QUICK } else { USUAL };
     let mut samples: BTreeMap<(usize, usize), Vec<Sample>> = BTreeMap::new();
     let mut copies = yardsticks::Copies::default();
+    let mut fetched = Vec::new();
     for pass in 1..=plan.repetitions {
         for threads in THREADS {
             for descriptors in DESCRIPTORS {
@@ -86,14 +91,16 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
             }
         }
         copies.measure(plan.faults)?;
+        fetched.push(fetched::measure(plan.faults)?);
         eprintln!("faults: pass {pass} of {}", plan.repetitions);
     }
-    let rows = samples
+    let mut rows = samples
         .iter()
         .map(|((threads, descriptors), samples)| {
             row(&row_of(*threads, *descriptors, plan.faults, samples))
         })
         .collect::<Result<Vec<Row>, _>>()?;
+    let fetched = FaultsRow { way: "fetched", ..row_of(1, 1, plan.faults, &fetched) };
     let fetch_us = yardsticks::fetch_p50_us(plan.round_trips)?;
     let fault_us = number(find(&rows, 1, 1)?, "p50_us");
     let yardsticks = BTreeMap::from([
@@ -103,8 +110,10 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
         ("rustls_page_p50_us".to_owned(), fetch_us),
         ("post_copy_floor_p50_us".to_owned(), fault_us + fetch_us),
     ]);
-    let ratios = ratios(&rows, copies.pages_per_s())?;
+    let mut ratios = ratios(&rows, copies.pages_per_s())?;
+    ratios.insert("fetched_p50_over_floor".into(), fetched.p50_us / (fault_us + fetch_us));
     let plots = vec![plot(&rows)];
+    rows.push(row(&fetched)?);
     Ok(Results { plots, ..Results::new("faults", rows, yardsticks, ratios) })
 }
 
@@ -136,6 +145,7 @@ fn row_of(threads: usize, descriptors: usize, faults: u64, samples: &[Sample]) -
     let of = |value: fn(&Sample) -> f64| samples.iter().map(value);
     let handlers_cpu_s = median(of(|sample| sample.handlers_cpu_s));
     FaultsRow {
+        way: "placed",
         threads,
         descriptors,
         faults_per_s: median(of(|sample| sample.faults_per_s)),

@@ -31,7 +31,7 @@ fn bitmap_prints_the_documented_json() {
 #[test]
 fn faults_prints_the_documented_json() {
     let results = run_with_plots("faults");
-    assert_eq!(rows(&results).len(), 15, "1, 8 and 64 threads, 1 to 16 descriptors");
+    assert_eq!(rows(&results).len(), 16, "3 numbers of threads, 5 of descriptors; fetched");
     for row in rows(&results) {
         assert_positive(row, &["faults_per_s", "mean_us", "p50_us", "p99_us", "max_us"]);
     }
@@ -39,6 +39,7 @@ fn faults_prints_the_documented_json() {
         let name = format!("faults_{threads}_threads_best_over_one_descriptor");
         assert_ratios(&results, &[&name]);
     }
+    assert_ratios(&results, &["fetched_p50_over_floor"]);
     assert_positive(&results["yardsticks"], &["copy_pages_per_s", "post_copy_floor_p50_us"]);
 }
 

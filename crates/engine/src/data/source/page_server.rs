@@ -58,7 +58,8 @@ impl PageServer {
         let name = format!("lane{}-serve", context.lane);
         let thread = std::thread::Builder::new().name(name).spawn(move || {
             let _cpu = context.cpu.count_this_thread();
-            let mut serving = Serving { encoder, context: &context, sequence: 0 };
+            let frame = EncodedFrame::new();
+            let mut serving = Serving { encoder, frame, context: &context, sequence: 0 };
             let error = serving.run(reader, writer);
             let FaultLaneContext { lane, attempt, results, .. } = &context;
             let _ = results.send(match error {
@@ -84,6 +85,8 @@ impl Drop for PageServer {
 
 struct Serving<'a> {
     encoder: PageEncoder,
+    /// Reused for all answers.
+    frame: EncodedFrame,
     context: &'a FaultLaneContext,
     /// Number of the last frame.
     sequence: u64,
@@ -131,13 +134,14 @@ impl Serving<'_> {
         if let Err(error) = self.encoder.check(request.run()) {
             return Err(refused(format!("a request for pages that do not exist: {error}")));
         }
-        let mut frame = EncodedFrame::new();
-        let counts = self.encoder.encode(*lane, &batch, &mut frame, Choice::default())?;
+        let Self { encoder, frame, .. } = self;
+        let counts = encoder.encode(*lane, &batch, frame, Choice::default())?;
         self.sequence += 1;
         frame.set_sequence(self.sequence);
-        frame.write_to(writer).map_err(|error| self.lost(&error))?;
+        let (bytes, written) = (frame.wire_bytes(), frame.write_to(writer));
+        written.map_err(|error| self.lost(&error))?;
         sent.pages(&counts);
-        sent.frame(frame.wire_bytes() as u64);
+        sent.frame(bytes as u64);
         Ok(())
     }
 
