@@ -4,10 +4,11 @@
 //! The guest is a process of its own with a memfd of 1 GiB. Each of its threads touches pages that
 //! no other thread touches, and measures each access from before to after. This process has a
 //! handler thread for each descriptor, which places a page for each fault. The pages are at hand:
-//! nothing is fetched, except in the last row, where one thread of this process waits for pages that
-//! come over the engine's fault lane with TLS. The limits are placing without faults, and a page fetched over rustls on
-//! loopback; the latter and the fault of a single thread together are the floor of a post-copy
-//! fault.
+//! nothing is fetched, except in the last row, where one thread of this process waits for pages
+//! that come over the engine's fault lane with TLS.
+//!
+//! The limits are placing without faults, and a page fetched over rustls on loopback. The latter
+//! and the fault of a single thread together are the floor of a post-copy fault.
 
 mod fetched;
 mod guest;

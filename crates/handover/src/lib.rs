@@ -20,7 +20,8 @@
 //!
 //!   With post-copy the guest runs before every page is there:
 //!
-//!   Committed --COMMIT-------------------------------> IntentWriting   journal RUN-INTENT-POST-COPY
+//!   Committed --COMMIT-------------------------------> IntentWriting
+//!      |                                                  | journal RUN-INTENT-POST-COPY
 //!      |                                                  |
 //!      |  <------------------------------FETCHING------ Fetching       run the guest
 //!   Serving      journal SERVING                          | every page is placed

@@ -11,6 +11,7 @@ use vmferry_control::{ClientError, Request, call};
 use vmferry_handover::OperatorWord;
 use vmferry_handover::journal::{
     self, FileJournal, Journal, JournalError, Record, SessionSummary, Side, Verdict,
+    record_of_operator,
 };
 
 use super::directories;
@@ -242,10 +243,9 @@ fn tell_journals(
     word: OperatorWord,
     output: &Output,
 ) -> Result<(), Failure> {
-    let record = match word {
-        OperatorWord::DestinationOwns => Record::Given { by_operator: true },
-        OperatorWord::SourceResumes => Record::Kept { by_operator: true },
-    };
+    let serves = sessions
+        .iter()
+        .any(|session| record_of_operator(&session.records, word) == Record::Serving);
     for session in sessions {
         let reopened = FileJournal::reopen(journals, session.session, Side::Source);
         let (mut journal, records) = reopened.map_err(|error| match error {
@@ -257,7 +257,7 @@ fn tell_journals(
             let text = format!("session {} has changed meanwhile: check it again", session.session);
             return Err(Failure::new(Code::WrongState, text));
         }
-        journal.append(&record).map_err(internal)?;
+        journal.append(&record_of_operator(&records, word)).map_err(internal)?;
     }
     let result = json!({ "ok": true, "sessions": numbers(sessions), "vmm": "gone" });
     output.result(&result, || {
@@ -267,6 +267,9 @@ fn tell_journals(
              If it is a QEMU guest and its QEMU still runs, the guest is paused: {}",
             numbers.join(", "),
             match word {
+                OperatorWord::DestinationOwns if serves => {
+                    "leave it so, because the other host may still need its memory"
+                }
                 OperatorWord::DestinationOwns => "quit it with `quit` in its monitor",
                 OperatorWord::SourceResumes => "resume it with `cont` in its monitor",
             }

@@ -25,8 +25,8 @@ pub use self::order::{
 };
 pub use self::record::{BadLine, BadRecord, JournalRecord, Record, Side, decode, decode_line};
 use crate::{
-    DestinationEffect, DestinationRecords, DestinationState, GuestIdentity, SessionId, SessionKind,
-    SessionWord, SourceEffect, SourceRecords, SourceState,
+    DestinationEffect, DestinationRecords, DestinationState, GuestIdentity, OperatorWord,
+    SessionId, SessionKind, SessionWord, SourceEffect, SourceRecords, SourceState,
 };
 
 /// Storage for records. The engine uses [`FileJournal`]; the simulation provides its own.
@@ -335,6 +335,20 @@ pub fn recover_source(records: &[Record]) -> (SourceState, &'static [SourceEffec
 pub fn kind_of_source(records: &[Record]) -> SessionKind {
     let post_copy = |record| matches!(record, &Record::CommitPostCopy | &Record::Serving);
     if records.iter().any(post_copy) { SessionKind::PostCopy } else { SessionKind::PreCopy }
+}
+
+/// The record of an operator's decision about a source's session in doubt with these records. With
+/// post-copy, the word that the destination runs the guest does not free the memory: see
+/// [`SourceEvent::of_operator`](crate::SourceEvent::of_operator).
+#[must_use]
+pub fn record_of_operator(records: &[Record], word: OperatorWord) -> Record {
+    match (word, kind_of_source(records)) {
+        (OperatorWord::SourceResumes, _) => Record::Kept { by_operator: true },
+        (OperatorWord::DestinationOwns, SessionKind::PreCopy) => {
+            Record::Given { by_operator: true }
+        }
+        (OperatorWord::DestinationOwns, SessionKind::PostCopy) => Record::Serving,
+    }
 }
 
 /// The word that this host, as the destination, may give about a session after a restart.

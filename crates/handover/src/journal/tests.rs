@@ -29,6 +29,21 @@ fn sessions_returns_records_in_order() {
     assert_eq!(found[0].verdict, Verdict::InDoubt);
 }
 
+/// The records lead where the operator's word leads in a process that runs.
+#[test]
+fn record_of_operator_leads_to_the_state_of_the_word() {
+    for commit in [Record::Commit, Record::CommitPostCopy] {
+        let mut records = vec![open(), commit];
+        let (doubt, kind) = (recover_source(&records).0, kind_of_source(&records));
+        for word in [OperatorWord::DestinationOwns, OperatorWord::SourceResumes] {
+            records.push(record_of_operator(&records, word));
+            let expected = doubt.step(crate::SourceEvent::of_operator(word, kind)).0;
+            assert_eq!(recover_source(&records).0, expected, "{records:?}");
+            records.pop();
+        }
+    }
+}
+
 #[test]
 fn torn_record_was_never_written() {
     let directory = tempfile::tempdir().unwrap();

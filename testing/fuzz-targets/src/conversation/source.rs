@@ -9,7 +9,7 @@ use vmferry::machine::source::io::{Action, Ending, Input as What};
 use vmferry::rounds::tracker::LaneTotals;
 use vmferry::{GuestDescription, SourceConfig};
 use vmferry_handover::journal::Record;
-use vmferry_handover::{OperatorWord, SourceState};
+use vmferry_handover::{OperatorWord, SessionKind, SourceState};
 use vmferry_memory::WholeHash;
 use vmferry_wire::{ControlMessage, SessionWord};
 
@@ -283,7 +283,8 @@ impl SourceHost {
             Action::Save => self.tasks.push(Task::Save),
             Action::SumDigest => self.tasks.push(Task::Sum),
             Action::Hash { attempt } => self.tasks.push(Task::Hash(attempt)),
-            Action::WriteCommit(_) => {
+            Action::WriteCommit(kind) => {
+                assert_eq!(kind, SessionKind::PreCopy, "no post-copy was announced");
                 assert!(!self.recovered && !self.runs);
                 self.tasks.push(Task::Commit);
             }

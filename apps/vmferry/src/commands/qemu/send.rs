@@ -250,7 +250,7 @@ fn settle_unfinished(
         let session = unfinished.session;
         settled.insert(session);
         // A guest that runs after COMMIT must be another one: vmferry never leaves it running.
-        let is_given = unfinished.records.contains(&Record::Commit);
+        let is_given = unfinished.records.iter().any(Record::is_commit);
         let is_its = process.is_some() && unfinished.process() == process.as_deref();
         if is_given && !is_its && abandoned.is_running()? {
             let text = format!(

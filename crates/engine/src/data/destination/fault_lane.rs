@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!  vCPU touches a missing page
-//!  FaultHandler reads the fault, writes a request     (one thread for each share of the memory)
+//!  FaultHandlers reads the fault, writes a request     (one thread for each share of the memory)
 //!  source's PageServer answers with a frame
 //!  FaultLane's thread decodes it and places the page  (one thread for each fault lane)
 //!  vCPU continues
@@ -27,7 +27,7 @@ use super::place::FrameReader;
 use crate::causes::chain;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
-use crate::link::{DataChannel, channel_name};
+use crate::link::{DataChannel, channel_name, lost};
 use crate::machine::destination::io::Input;
 
 /// What fault lanes report to.
@@ -111,11 +111,7 @@ impl Drop for FaultLane {
 /// Places what arrives until the channel ends, and returns why it did.
 fn fetch(lane: u8, mut reader: ChannelReader, context: &FaultContext) -> MigrateError {
     if let Err(error) = reader.set_timeout(None) {
-        return crate::link::lost(
-            &channel_name(Some(lane)),
-            "fetching pages",
-            &io::Error::other(error),
-        );
+        return lost(&channel_name(Some(lane)), "fetching pages", &io::Error::other(error));
     }
     let mut frames = FrameReader::new(lane, reader);
     let (mut frame, mut decoder) = (Frame::new(), Decoder::new(Decompressors::default()));

@@ -55,9 +55,10 @@ pub enum Wanted {
 }
 
 impl MissingPages {
-    /// Frees what is outdated of the missing pages, and registers the memory in `shares` parts, each
-    /// with a descriptor of its own. From now on threads that touch a page which is not there wait
-    /// until it is placed. The guest must not run yet, and nothing else may be placing its pages.
+    /// Frees outdated versions of the missing pages, and registers the memory in `shares` parts,
+    /// each with a descriptor of its own. From now on threads that touch a page which is not there
+    /// wait until it is placed. The guest must not run yet, and nothing else may be placing its
+    /// pages.
     ///
     /// # Errors
     /// Errors of the memory, or of userfaultfd.
@@ -148,9 +149,8 @@ impl MissingPages {
         }
     }
 
-    /// Places the pages of a frame that are missing, and wakes the threads that wait for them. Pages
-    /// that are there already are left as they are: the guest may have written them. Returns the
-    /// number of pages placed, and whether the last missing page was among them.
+    /// Places the pages of a frame that are missing, and wakes the threads that wait for them.
+    /// Pages that are there already are left as they are: the guest may have written them.
     ///
     /// # Errors
     /// Errors of userfaultfd.

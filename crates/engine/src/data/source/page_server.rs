@@ -1,4 +1,4 @@
-//! Answers a destination's requests for pages on one fault lane, while the guest already runs there.
+//! Answers a destination's requests for pages on one fault lane, while the guest runs there.
 //!
 //! The guest is paused here for good, so a page is read whenever it is asked for. Each request is
 //! answered at once with a frame of its own, uncompressed: a vCPU waits for it. Requests have fault
