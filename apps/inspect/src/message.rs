@@ -3,7 +3,10 @@
 use serde_json::{Value, json};
 use vmferry_microvm::state::StateReader;
 use vmferry_transport::{Direction, RECORDING_HEADER_BYTES, RecordingHeader, RecordingSide};
-use vmferry_wire::{ControlMessage, Hello, HelloReply, HelloStatus, ProbeMessage, Reason, Role};
+use vmferry_wire::{
+    ControlMessage, FetchLanes, Hello, HelloReply, HelloStatus, ProbeMessage, Reason, Role,
+    SessionKind,
+};
 
 use crate::record::Record;
 
@@ -94,20 +97,28 @@ pub fn control(message: &ControlMessage) -> Value {
             reconnect_ms,
             release,
             streams,
+            fetch_lanes,
             ..
         } => {
             let pages = layout.iter().fold(0_u64, |sum, slot| sum.saturating_add(slot.pages));
-            json!({
+            let mut begin = json!({
                 "session": session, "guest": guest.name, "uuid": guest.uuid, "vmm": vmm,
                 "config_bytes": config.len(), "slots": layout.len(), "pages": pages,
                 "lanes": lanes, "verify": verify, "reconnect_ms": reconnect_ms,
                 "release": release, "streams": streams,
-            })
+            });
+            if let Some(FetchLanes { faults, background }) = fetch_lanes {
+                begin["fetch_lanes"] = json!({ "faults": faults, "background": background });
+            }
+            begin
         }
-        ControlMessage::Accept { release, verifies_placed, .. } => {
+        ControlMessage::Accept { release, verifies_placed, post_copy, .. } => {
             let mut accept = json!({ "token": "(secret)", "release": release });
             if *verifies_placed {
                 accept["verifies_placed"] = true.into();
+            }
+            if *post_copy {
+                accept["post_copy"] = true.into();
             }
             accept
         }
@@ -115,10 +126,16 @@ pub fn control(message: &ControlMessage) -> Value {
             reason(why)
         }
         ControlMessage::Placed { lane, sequence } => json!({ "lane": lane, "sequence": sequence }),
-        ControlMessage::Final { lane_sequences, digest, state, .. } => json!({
-            "lane_sequences": lane_sequences, "digest": hex(*digest), "state_bytes": state.len(),
-            "state_sections": sections(state),
-        }),
+        ControlMessage::Final { lane_sequences, digest, state, kind, .. } => {
+            let mut last = json!({
+                "lane_sequences": lane_sequences, "digest": hex(*digest),
+                "state_bytes": state.len(), "state_sections": sections(state),
+            });
+            if *kind == SessionKind::PostCopy {
+                last["post_copy"] = true.into();
+            }
+            last
+        }
         ControlMessage::Ready { digest, load_us, .. } => {
             json!({ "digest": hex(*digest), "load_us": load_us })
         }
@@ -142,6 +159,10 @@ pub fn control(message: &ControlMessage) -> Value {
             let pages = runs.iter().fold(0_u64, |sum, (_, pages)| sum.saturating_add(*pages));
             json!({ "slot": slot.0, "runs": runs.len(), "pages": pages })
         }
+        ControlMessage::Lacking { slot, first, bits } => {
+            let pages: u64 = bits.iter().map(|byte| u64::from(byte.count_ones())).sum();
+            json!({ "slot": slot.0, "first": first, "pages": pages })
+        }
         ControlMessage::Verify { .. } | ControlMessage::Withdraw { .. } => json!({}),
     }
 }
@@ -158,7 +179,8 @@ pub fn is_of_source(message: &ControlMessage) -> Option<bool> {
         | ControlMessage::Abort { .. }
         | ControlMessage::Query { .. }
         | ControlMessage::Withdraw { .. }
-        | ControlMessage::Free { .. } => true,
+        | ControlMessage::Free { .. }
+        | ControlMessage::Lacking { .. } => true,
         _ => false,
     })
 }

@@ -54,6 +54,10 @@ const USERFAULTFD: &[u64] = &[
     0xc020_aa00, // UFFDIO_REGISTER
     0x8010_aa01, // UFFDIO_UNREGISTER
     0xc018_aa06, // UFFDIO_WRITEPROTECT
+    0x0000_aa00, // USERFAULTFD_IOC_NEW, of /dev/userfaultfd
+    0x8010_aa02, // UFFDIO_WAKE
+    0xc028_aa03, // UFFDIO_COPY
+    0xc020_aa04, // UFFDIO_ZEROPAGE
 ];
 
 /// Requests of KVM, the most frequent one first.

@@ -1,17 +1,20 @@
-//! Pages that are fetched: the engine's fault lane over TLS on loopback, in one process.
+//! Pages that are fetched: the engine's fetch lane over TLS on loopback, in one process.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, anyhow, ensure};
-use vmferry::data::destination::fault_lane::{FaultContext, FaultHandlers, FaultLane};
-use vmferry::data::destination::missing::MissingPages;
+use vmferry::data::CpuMeter;
+use vmferry::data::destination::fetch::lanes::FetchLanes;
+use vmferry::data::destination::missing::{MissingPages, MissingSet};
 use vmferry::data::source::page_encoder::PageEncoder;
-use vmferry::data::source::page_server::{FaultLaneContext, PageServer};
+use vmferry::data::source::page_server::{FetchLaneContext, PageServer, Served};
 use vmferry::link::DataChannel;
 use vmferry_codec::{Compressors, HotPages, PageHashes};
+use vmferry_faults::FaultRanges;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
 use vmferry_transport::{Channel, Dialer, Listener};
+use vmferry_wire::FetchLanes as Announced;
 
 use super::Sample;
 use super::handlers::CONTENT;
@@ -20,6 +23,8 @@ use crate::results::{median, most};
 use crate::transport::certificates;
 
 const SLOT: SlotId = SlotId(0);
+/// The fetch lane, after one data lane.
+const LANE: u8 = 1;
 const PAGE: u64 = PAGE_SIZE as u64;
 /// The longest wait for a connection.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -37,32 +42,36 @@ pub fn measure(pages: u64) -> anyhow::Result<Sample> {
     let mut all = PageSet::for_memory(&destination);
     all.bitmap_mut(SLOT).set_all();
     let hashes = Arc::new(PageHashes::for_memory(&destination));
-    let missing = Arc::new(MissingPages::register(destination, hashes, all, 1)?);
+    let register = |memory: &GuestMemory| Ok(FaultRanges::register(memory, 1)?);
+    let missing =
+        MissingPages::register(destination.clone(), hashes, MissingSet::new(all), register)?;
     let (results, _failed) = crossbeam_channel::unbounded();
-    let context = FaultContext { missing: Arc::clone(&missing), results, cpu: Default::default() };
+    let cpu = CpuMeter::default();
+    let mut lanes = FetchLanes::new(LANE, Announced { faults: 1, background: 1 });
+    lanes.start(missing, results, cpu.clone())?;
     let (from, to) = connect()?;
     let (results, _lost) = crossbeam_channel::unbounded();
-    let serving = FaultLaneContext {
-        lane: 1,
+    let serving = FetchLaneContext {
+        lane: LANE,
         attempt: 0,
-        round: 2,
+        served: Arc::new(OnceLock::from(Served { round: 2, zero: None })),
+        background: None,
         results,
-        cpu: context.cpu.clone(),
+        cpu: cpu.clone(),
         sent: Arc::default(),
     };
     let (sent, hot) = (PageHashes::for_memory(&source), HotPages::new(0));
     let encoder = PageEncoder::new(source, Arc::new(sent), Compressors::default(), Arc::new(hot));
     let server = PageServer::start(from, encoder, serving)?;
-    let lane = Arc::new(FaultLane::start(1, 0, to, context.clone())?);
-    let asking = Arc::clone(&lane);
-    let handlers = FaultHandlers::start(&context, move |_, pages| {
-        asking.request(pages.iter().copied());
-    })?;
-    let touched = touch(missing.memory(), pages)?;
+    ensure!(lanes.expect(LANE, 0), "the lane has a channel already");
+    lanes.join(LANE, to)?;
+    let touched = touch(&destination, pages)?;
+    let missing = lanes.missing().map(Arc::clone);
     // The thread that has placed the last page counts it after the guest has gone on.
-    drop((handlers, lane, server));
-    ensure!(missing.left() == 0, "{} pages are still missing", missing.left());
-    Ok(Sample { handlers_cpu_s: context.cpu.seconds(), ..touched })
+    drop((lanes, server));
+    let left = missing.map_or(0, |missing| missing.left());
+    ensure!(left == 0, "{left} pages are still missing");
+    Ok(Sample { handlers_cpu_s: cpu.seconds(), ..touched })
 }
 
 /// Touches all pages in random order, and measures each access.

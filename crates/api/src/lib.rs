@@ -10,7 +10,7 @@ mod stats;
 pub use release::{MAX_RELEASE_BYTES, Release};
 pub use sparse::Recorded;
 pub use stats::{
-    DestinationStats, DowntimeStats, FrameReasons, PageCounts, RecordedDestination,
-    RecordedDowntime, RecordedPages, RecordedReasons, RecordedRound, RecordedSource, RoundStats,
-    SourceStats,
+    DestinationStats, DowntimeStats, FetchStats, FrameReasons, PageCounts, RecordedDestination,
+    RecordedDowntime, RecordedFetch, RecordedPages, RecordedReasons, RecordedRound, RecordedSource,
+    RoundStats, SourceStats,
 };

@@ -1,6 +1,7 @@
 //! Reading values from a record that an older release may have written.
 
 use crate::release::Release;
+use crate::stats::{FetchStats, RecordedFetch};
 
 /// A value in a record. Any member of recorded statistics may be missing, because older releases
 /// recorded fewer of them.
@@ -64,6 +65,14 @@ impl Recorded for Option<bool> {
 
     fn sparse(self) -> Self {
         self
+    }
+}
+
+impl Recorded for Option<FetchStats> {
+    type Sparse = Option<RecordedFetch>;
+
+    fn sparse(self) -> Self::Sparse {
+        self.map(FetchStats::sparse)
     }
 }
 

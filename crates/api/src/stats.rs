@@ -202,6 +202,39 @@ statistics! {
         pub recalls: u32,
         /// Time the guest was paused by these recalls, in milliseconds. Not part of `downtime_ms`.
         pub recalled_pause_ms: f64,
+        /// Pages that the destination lacked when the guest started there, with post-copy.
+        pub missing_pages: u64,
+        /// Time during which the destination fetched these pages from here, in milliseconds.
+        pub serving_ms: f64,
+    }
+
+    /// Pages that the guest lacked when it started at the destination with post-copy, and how they
+    /// arrived.
+    pub struct FetchStats / RecordedFetch {
+        /// Pages that were missing when the guest started.
+        pub missing_pages: u64,
+        /// Pages that arrived while a thread of the guest waited for them.
+        pub fault_pages: u64,
+        /// Pages that arrived before any thread touched them.
+        pub background_pages: u64,
+        /// Pages that arrived although they were there already.
+        pub again_pages: u64,
+        /// Faults of the guest's threads, including those at pages that were never populated.
+        pub faults: u64,
+        /// Faults at pages that were never populated at the source, which are zero.
+        pub zero_faults: u64,
+        /// From the start of the guest until the last missing page had arrived, in milliseconds.
+        pub fetch_ms: f64,
+        /// All waits for missing pages together, in milliseconds. Threads wait at the same time.
+        pub waited_ms: f64,
+        /// The mean wait for a page, in microseconds, from the request to the placement.
+        pub wait_mean_us: f64,
+        /// The median wait in microseconds.
+        pub wait_p50_us: u64,
+        /// The wait in microseconds that 99 % of all waits did not exceed.
+        pub wait_p99_us: u64,
+        /// The longest wait in microseconds.
+        pub wait_max_us: u64,
     }
 
     /// Statistics of one migration, as seen by the destination.
@@ -218,6 +251,8 @@ statistics! {
         pub load_ms: f64,
         /// From COMMIT to the guest's first instruction, including the journal, in milliseconds.
         pub start_ms: f64,
+        /// Pages that were fetched while the guest ran; absent without post-copy.
+        pub fetch: Option<FetchStats>,
         /// CPU seconds of the engine's threads, not of the guest's vCPUs.
         pub engine_cpu_s: f64,
         /// The negotiated protocol version.

@@ -11,7 +11,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use vmferry::SourceConfig;
 use vmferry::config::compression::{CompressionWay, WhenBusy};
 use vmferry::config::{
-    BandwidthCap, ChannelCount, ConfigError, ProtocolVersions, RoundLimit, ThrottleLimit,
+    BandwidthCap, ChannelCount, ConfigError, PostCopy, ProtocolVersions, RoundLimit, ThrottleLimit,
     WhenStuck, WorkerCount,
 };
 use vmferry::source::Change;
@@ -63,6 +63,8 @@ pub struct MigrateRequest {
     pub timeout: Option<Duration>,
     /// What to do when the rounds or the time are used up.
     pub when_stuck: WhenStuck,
+    /// Whether the guest may run at the destination before all its pages have arrived.
+    pub post_copy: PostCopy,
     /// Do everything except the switchover, and then wait for permission.
     pub pause_before_switchover: bool,
     /// Maximum share of their time that the vCPUs may lose when the guest outruns the link, in
@@ -105,6 +107,7 @@ impl Default for MigrateRequest {
             reconnect_timeout: config.timeouts.reconnect,
             timeout: config.timeout,
             when_stuck: config.when_stuck,
+            post_copy: config.post_copy,
             pause_before_switchover: config.pause_before_switchover,
             throttle: config.throttle.get(),
             compress: config.compression.way,
@@ -139,6 +142,7 @@ impl MigrateRequest {
             reconnect_timeout,
             timeout,
             when_stuck,
+            post_copy,
             pause_before_switchover,
             throttle,
             compress,
@@ -163,6 +167,7 @@ impl MigrateRequest {
         config.timeouts.reconnect = reconnect_timeout;
         config.timeout = timeout;
         config.when_stuck = when_stuck;
+        config.post_copy = post_copy;
         config.pause_before_switchover = pause_before_switchover;
         config.compression.way = compress;
         config.compression.when_busy = when_busy;
@@ -230,6 +235,9 @@ pub struct ChangeRequest {
     /// New maximum share of their time that the vCPUs may lose, in percent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub throttle: Option<u8>,
+    /// Whether to switch over with post-copy from now on.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub post_copy: Option<PostCopy>,
 }
 
 /// Distinguishes a present member, which may be `null`, from an absent one.
@@ -247,6 +255,7 @@ impl TryFrom<ChangeRequest> for Change {
             downtime_limit: request.downtime_limit,
             max_rounds: request.max_rounds.map(RoundLimit::new).transpose()?,
             throttle: request.throttle.map(ThrottleLimit::new).transpose()?,
+            post_copy: request.post_copy,
         })
     }
 }

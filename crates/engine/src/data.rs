@@ -2,3 +2,5 @@
 
 pub mod destination;
 pub mod source;
+
+pub use crate::cpu::CpuMeter;

@@ -100,6 +100,12 @@ pub enum MigrateError {
         /// The longest pause allowed.
         bound: Duration,
     },
+    /// The user relies on post-copy, and it can't be used.
+    #[error("this guest can't be moved with post-copy: {why}")]
+    NoPostCopy {
+        /// Why.
+        why: &'static str,
+    },
     /// The user canceled the migration.
     #[error("cancelled during {during}")]
     Cancelled {
@@ -281,7 +287,9 @@ impl MigrateError {
                 _ => ErrorClass::Internal,
             },
             Self::Protocol { .. } => ErrorClass::Protocol,
-            Self::Undecodable { .. } | Self::PausedForOldPeer => ErrorClass::Incompatible,
+            Self::Undecodable { .. } | Self::NoPostCopy { .. } | Self::PausedForOldPeer => {
+                ErrorClass::Incompatible
+            }
             Self::PoweredOff => ErrorClass::GuestState,
             Self::LinkLost { .. } | Self::TimedOut { .. } => ErrorClass::LinkLost,
             Self::NotConverging(_) | Self::PauseTooLong { .. } => ErrorClass::NotConverging,
@@ -309,7 +317,9 @@ impl MigrateError {
             Self::Cancelled { .. } => ReasonCode::Cancelled,
             Self::NotConverging(_) | Self::PauseTooLong { .. } => ReasonCode::Cancelled,
             Self::Protocol { .. } => ReasonCode::Protocol,
-            Self::Undecodable { .. } | Self::PausedForOldPeer => ReasonCode::Incompatible,
+            Self::Undecodable { .. } | Self::NoPostCopy { .. } | Self::PausedForOldPeer => {
+                ReasonCode::Incompatible
+            }
             Self::PoweredOff => ReasonCode::PoweredOff,
             Self::TimedOut { .. } | Self::LinkLost { .. } => ReasonCode::TimedOut,
             Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ReasonCode::DigestMismatch,

@@ -5,6 +5,7 @@ pub mod estimate;
 pub mod freed;
 pub mod harvester;
 pub mod hinted;
+pub mod lacking;
 pub mod throttle;
 mod throughput;
 pub mod tracker;

@@ -161,7 +161,8 @@ fn longest_header() -> [u8; CONTROL_HEADER_BYTES] {
 fn longest_final() -> Vec<u8> {
     let state = vec![7; STATE as usize - (64 << 10)][..].into();
     let mut message = Vec::new();
-    ControlMessage::Final { lane_sequences: vec![1 << 40], digest: 0, state, paused: false }
+    let kind = vmferry_wire::SessionKind::PreCopy;
+    ControlMessage::Final { lane_sequences: vec![1 << 40], digest: 0, state, paused: false, kind }
         .encode(PROTOCOL_VERSION_MAX, &mut message);
     message
 }

@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use vmferry::vmm::free_pages::FreePages;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, LogChoice, SoftwareWay};
-use vmferry_memory::{GuestBytes, GuestMemory, MemoryError, MemoryKind};
+use vmferry_faults::FaultDescriptor;
+use vmferry_memory::{GuestBytes, GuestMemory, MemoryError, MemoryKind, PAGE_SIZE};
 use vmferry_wire::PROTOCOL_VERSION_MAX;
 
 use crate::config::{GuestConfig, GuestKind, MachineConfig, check_name};
@@ -161,6 +162,13 @@ impl DestinationVm for IncomingMachine {
         let memory = machine.lock().memory().clone();
         self.machine = Some(machine);
         Ok(Landing::Memory(memory))
+    }
+
+    /// Not with a balloon, which frees pages. The guest's memory is mapped in this process only.
+    fn takes_post_copy(&self) -> bool {
+        let has_balloon = |machine: &SharedMachine| machine.lock().balloon().is_some();
+        self.machine.as_ref().is_some_and(|machine| !has_balloon(machine))
+            && FaultDescriptor::open(PAGE_SIZE as u64).is_ok()
     }
 
     fn load(&mut self, state: &[u8]) -> Result<(), VmError> {

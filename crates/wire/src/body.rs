@@ -1,46 +1,25 @@
 //! Bodies of control messages: a tuple whose form never changes, followed since version 2 by
 //! fields.
 
+mod known;
+
 use std::fmt;
 
 use serde::de::{Error as _, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
-use vmferry_memory::{GuestBytes, SlotLayout};
+use vmferry_memory::{GuestBytes, SlotId, SlotLayout};
 
-use crate::algorithm::AlgorithmSet;
 use crate::control::Buffer;
 use crate::error::WireError;
-use crate::fields::{self, FIELDS_SINCE, Need, put_mandatory, put_optional};
+use crate::fields::{self, FIELDS_SINCE};
 use crate::message::{
-    ControlMessage, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LANES, MAX_SLOTS, name_of,
+    ControlMessage, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LACKING_BYTES, MAX_LANES, MAX_SLOTS,
+    name_of,
 };
 use crate::reason::Reason;
-use crate::release::checked_name;
-use vmferry_api::Release;
-use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES, SessionId};
+use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionKind};
 
 const MAX_VMM_BYTES: usize = 64;
-
-/// Field numbers are never reused. The same number may mean different things in different messages.
-///
-/// BEGIN, ACCEPT and REFUSE: the release of vmferry, as text.
-const RELEASE: u16 = 1;
-/// BEGIN, ACCEPT and REFUSE: the VMM and its release, as text.
-const VMM_RELEASE: u16 = 2;
-/// BEGIN, mandatory, without content: the VMM streams the guest, one stream on each lane.
-const STREAMS: u16 = 3;
-/// BEGIN: bytes that the guest uses in each slot, a u64 per slot; [`UNKNOWN_BYTES`] if unknown.
-const USED_BYTES: u16 = 4;
-/// Encodes an unknown number of bytes.
-const UNKNOWN_BYTES: u64 = u64::MAX;
-/// Maximum number of slots in [`USED_BYTES`], so that BEGIN stays within its size limit.
-const MAX_USED_SLOTS: usize = 1024;
-/// FINAL, mandatory, without content: another party paused the guest, and it must stay paused.
-const PAUSED: u16 = 1;
-/// ACCEPT: the algorithms that the destination can decode, one bit per algorithm number (u32).
-const ALGORITHMS: u16 = 3;
-/// ACCEPT, without content: the destination accepts VERIFY before FINAL.
-const VERIFIES_PLACED: u16 = 4;
 
 #[derive(Serialize, Deserialize)]
 struct Begin {
@@ -71,6 +50,14 @@ struct FinalHead {
     lane_sequences: Vec<u64>,
     digest: u64,
     state_bytes: u64,
+}
+
+#[derive(Deserialize)]
+struct Lacking<'a> {
+    slot: SlotId,
+    first: u64,
+    #[serde(borrow)]
+    bits: &'a [u8],
 }
 
 /// Reads the sequence numbers of the lanes' last frames. A body of FINAL may be 64 MiB long, and a
@@ -148,34 +135,9 @@ impl ControlMessage {
             Self::Ping { nonce } | Self::Pong { nonce } => put(into, nonce),
             Self::Answer { session, word } => put(into, &(session, word)),
             Self::Free { slot, runs } => put(into, &(slot, runs)),
-        }
-    }
-
-    fn encode_fields(&self, into: &mut impl Buffer) {
-        match self {
-            Self::Begin { release, streams, used_bytes, .. } => {
-                put_release(into, release.as_ref());
-                if *streams {
-                    put_mandatory(into, STREAMS, &[]);
-                }
-                if (1..=MAX_USED_SLOTS).contains(&used_bytes.len()) {
-                    let all = used_bytes.iter().map(|bytes| bytes.unwrap_or(UNKNOWN_BYTES));
-                    let content: Vec<u8> = all.flat_map(u64::to_le_bytes).collect();
-                    put_optional(into, USED_BYTES, &content);
-                }
+            Self::Lacking { slot, first, bits } => {
+                put(into, &(slot, first, serde_bytes::Bytes::new(bits)));
             }
-            Self::Accept { release, algorithms, verifies_placed, .. } => {
-                put_release(into, release.as_ref());
-                if let Some(algorithms) = algorithms {
-                    put_optional(into, ALGORITHMS, &algorithms.bits().to_le_bytes());
-                }
-                if *verifies_placed {
-                    put_optional(into, VERIFIES_PLACED, &[]);
-                }
-            }
-            Self::Refuse { release, .. } => put_release(into, release.as_ref()),
-            Self::Final { paused: true, .. } => put_mandatory(into, PAUSED, &[]),
-            _ => {}
         }
     }
 
@@ -211,7 +173,7 @@ impl ControlMessage {
         let fields = body[state.end..].to_vec();
         body.copy_within(state.clone(), 0);
         body.truncate(state.len());
-        let message = Self::Final { lane_sequences, digest, state: body, paused: false };
+        let message = Self::pre_copy_final(lane_sequences, digest, body);
         message.finish(version, &fields)
     }
 
@@ -246,11 +208,12 @@ impl ControlMessage {
                 release: None,
                 algorithms: None,
                 verifies_placed: false,
+                post_copy: false,
             }),
             3 => tuple!(reason => Self::Refuse { reason: cleaned(reason), release: None }),
             4 => tuple!((lane, sequence) => Self::Placed { lane, sequence }),
             5 => tuple!(Final { lane_sequences, digest, state } =>
-                Self::Final { lane_sequences, digest, state: state.into(), paused: false }),
+                Self::pre_copy_final(lane_sequences, digest, state.into())),
             6 => tuple!((digest, load_us) => Self::Ready { digest, load_us }),
             7 => tuple!(() => Self::Verify {}),
             8 => tuple!((hash, pages, elapsed_us) => Self::Verified { hash, pages, elapsed_us }),
@@ -265,64 +228,16 @@ impl ControlMessage {
             16 => tuple!((session, word) => Self::Answer { session, word }),
             17 => tuple!(() => Self::Withdraw {}),
             18 => tuple!((slot, runs) => Self::Free { slot, runs }),
+            19 => tuple!(Lacking { slot, first, bits } =>
+                Self::Lacking { slot, first, bits: bits.to_vec() }),
             other => return Err(WireError::UnknownMessage(other)),
         }
         Ok((message, rest))
     }
 
-    /// Stores a field in the message. Returns whether the field is optional or mandatory, or `None`
-    /// if this message has no field with that number.
-    fn take(&mut self, field: u16, content: &[u8]) -> Result<Option<Need>, String> {
-        let mut need = Need::Optional;
-        match (self, field) {
-            (
-                Self::Begin { release, .. }
-                | Self::Accept { release, .. }
-                | Self::Refuse { release, .. },
-                RELEASE | VMM_RELEASE,
-            ) => {
-                let text = checked_name(content)?;
-                let release = release
-                    .get_or_insert_with(|| Release { vmferry: String::new(), vmm: String::new() });
-                *(if field == RELEASE { &mut release.vmferry } else { &mut release.vmm }) = text;
-            }
-            (Self::Begin { streams, .. }, STREAMS) if content.is_empty() => {
-                *streams = true;
-                need = Need::Mandatory;
-            }
-            (Self::Begin { .. }, STREAMS) => return Err("it has no content".into()),
-            (Self::Begin { used_bytes, .. }, USED_BYTES) => {
-                let (all, rest) = content.as_chunks();
-                if all.is_empty() || all.len() > MAX_USED_SLOTS || !rest.is_empty() {
-                    return Err(format!("it has 8 to {} bytes", 8 * MAX_USED_SLOTS));
-                }
-                let all = all.iter().map(|bytes| u64::from_le_bytes(*bytes));
-                *used_bytes =
-                    all.map(|bytes| Some(bytes).filter(|bytes| *bytes != UNKNOWN_BYTES)).collect();
-            }
-            (Self::Final { paused, .. }, PAUSED) if content.is_empty() => {
-                *paused = true;
-                need = Need::Mandatory;
-            }
-            (Self::Final { .. }, PAUSED) => {
-                return Err("it has no content".into());
-            }
-            (Self::Accept { algorithms, .. }, ALGORITHMS) => {
-                let bits = content.try_into().map_err(|_| "it has 4 bytes".to_owned())?;
-                *algorithms = Some(AlgorithmSet::from_bits(u32::from_le_bytes(bits)));
-            }
-            (Self::Accept { verifies_placed, .. }, VERIFIES_PLACED) if content.is_empty() => {
-                *verifies_placed = true;
-            }
-            (Self::Accept { .. }, VERIFIES_PLACED) => return Err("it has no content".into()),
-            _ => return Ok(None),
-        }
-        Ok(Some(need))
-    }
-
     fn check(&self) -> Result<(), WireError> {
         let detail = match self {
-            Self::Begin { guest, vmm, config, layout, lanes, .. } => {
+            Self::Begin { guest, vmm, config, layout, lanes, fetch_lanes, .. } => {
                 if guest.name.len() > MAX_NAME_BYTES || guest.name.chars().any(char::is_control) {
                     "the guest's name is too long or not printable"
                 } else if vmm.len() > MAX_VMM_BYTES || vmm.chars().any(char::is_control) {
@@ -333,6 +248,8 @@ impl ControlMessage {
                     "there are no memory slots, or too many"
                 } else if !(1..=MAX_LANES).contains(lanes) {
                     "the number of data channels is not 1 to 16"
+                } else if fetch_lanes.is_some_and(|lanes| !lanes.are_in_range()) {
+                    "the number of fetch lanes for faults or in the background is not 1 to 16"
                 } else {
                     return Ok(());
                 }
@@ -343,6 +260,7 @@ impl ControlMessage {
                 "the number of lanes is not 1 to 16"
             }
             Self::Free { runs, .. } if runs.len() > MAX_FREE_RUNS => "it has too many runs",
+            Self::Lacking { bits, .. } if bits.len() > MAX_LACKING_BYTES => "it has too many bits",
             _ => return Ok(()),
         };
         Err(WireError::BadBody { message: self.name(), detail: detail.into() })
@@ -364,21 +282,21 @@ impl Begin {
             release: None,
             streams: false,
             used_bytes: Vec::new(),
+            fetch_lanes: None,
         }
+    }
+}
+
+impl ControlMessage {
+    /// FINAL without fields.
+    fn pre_copy_final(lane_sequences: Vec<u64>, digest: u64, state: GuestBytes) -> Self {
+        let kind = SessionKind::PreCopy;
+        Self::Final { lane_sequences, digest, state, paused: false, kind }
     }
 }
 
 fn cleaned(reason: Reason) -> Reason {
     reason.cleaned()
-}
-
-fn put_release(into: &mut impl Buffer, release: Option<&Release>) {
-    let Some(release) = release else { return };
-    for (number, name) in [(RELEASE, &release.vmferry), (VMM_RELEASE, &release.vmm)] {
-        if !name.is_empty() {
-            put_optional(into, number, name.as_bytes());
-        }
-    }
 }
 
 fn put(into: &mut impl Buffer, value: &impl Serialize) {

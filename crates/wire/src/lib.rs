@@ -44,7 +44,10 @@ pub use hello::{
     HELLO_BYTES, HELLO_REPLY_BYTES, Hello, HelloReply, HelloStatus, PROTOCOL_VERSION_MAX,
     PROTOCOL_VERSION_MIN, Role, common_version,
 };
-pub use message::{ControlMessage, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LANES, MAX_SLOTS};
+pub use message::{
+    ControlMessage, FetchLanes, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LACKING_BYTES, MAX_LANES,
+    MAX_SLOTS,
+};
 pub use probe::{MAX_FACTS_BYTES, MAX_PROBE_BYTES, MAX_REFUSAL_BYTES, ProbeHeader, ProbeMessage};
 pub use reason::{MAX_REASON_BYTES, Reason, ReasonCode};
 pub use request::{MAX_REQUEST_PAGES, PAGE_REQUEST_BYTES, PageRequest};
@@ -55,7 +58,7 @@ pub use sizes::{
     MAX_FRAME_PAYLOAD_BYTES, RUN_HEADER_BYTES, SEGMENT_BYTES, SEGMENT_TABLE_HEAD_BYTES,
 };
 pub use vmferry_api::{MAX_RELEASE_BYTES, Release};
-pub use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionWord};
+pub use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionKind, SessionWord};
 
 /// CRC-32C (Castagnoli), the checksum of headers and control messages.
 pub(crate) fn crc32c(bytes: &[u8]) -> u32 {

@@ -7,7 +7,7 @@ use crate::number;
 use crate::reason::Reason;
 use crate::session::Token;
 use vmferry_api::Release;
-use vmferry_handover::{GuestIdentity, SessionId, SessionWord};
+use vmferry_handover::{GuestIdentity, SessionId, SessionKind, SessionWord};
 
 /// Maximum length of the VMM-defined configuration, in bytes.
 pub const MAX_CONFIG_BYTES: usize = 16 << 10;
@@ -17,6 +17,8 @@ pub const MAX_SLOTS: usize = 4096;
 pub const MAX_LANES: u8 = 16;
 /// Maximum number of runs in a FREE. With any values, they fit the limit of a message.
 pub const MAX_FREE_RUNS: usize = 3000;
+/// Maximum number of bytes in a LACKING: one bit for each page of 1 GiB.
+pub const MAX_LACKING_BYTES: usize = 32 << 10;
 
 /// A control message. S: sent by the source, D: sent by the destination. Members marked "since
 /// version 2" are fields; version 1 does not send them.
@@ -47,6 +49,9 @@ pub enum ControlMessage {
         streams: bool,
         /// Since version 2: bytes that the guest uses in each slot, where known. Empty if not sent.
         used_bytes: Vec<Option<u64>>,
+        /// Since version 2: the fetch lanes that the source opens if it switches over with
+        /// post-copy. `None` if it never does.
+        fetch_lanes: Option<FetchLanes>,
     },
     /// D: accepts the guest. Data channels must present the token.
     Accept {
@@ -60,6 +65,9 @@ pub enum ControlMessage {
         /// Since version 2: whether the destination accepts VERIFY before FINAL. It then hashes its
         /// memory as placed, before it loads the state.
         verifies_placed: bool,
+        /// Since version 2: whether the destination can run the guest before all its pages have
+        /// arrived.
+        post_copy: bool,
     },
     /// D: refuses the guest.
     Refuse {
@@ -75,7 +83,8 @@ pub enum ControlMessage {
         /// The frame's number on its lane.
         sequence: u64,
     },
-    /// S: everything is sent; the guest is paused.
+    /// S: everything is sent; the guest is paused. With post-copy everything is sent except the
+    /// pages that LACKING has named.
     Final {
         /// The number of the last frame of each lane.
         lane_sequences: Vec<u64>,
@@ -86,6 +95,9 @@ pub enum ControlMessage {
         /// Since version 2: whether another party paused the guest, which must then stay paused. A
         /// destination that does not support this must refuse.
         paused: bool,
+        /// Since version 2: whether the guest is to run before all its pages have arrived. A
+        /// destination that has not announced that it can do that must refuse.
+        kind: SessionKind,
     },
     /// D: all pages are placed and the state is loaded; the destination waits for COMMIT.
     Ready {
@@ -163,6 +175,38 @@ pub enum ControlMessage {
         /// First page and number of pages of each run, ascending, at most [`MAX_FREE_RUNS`] runs.
         runs: Vec<(u64, u64)>,
     },
+    /// S: names pages of which the destination has no version, or an outdated one, when its guest
+    /// starts with post-copy. Sent before FINAL, any number of times. WITHDRAW takes it back.
+    Lacking {
+        /// The slot of the pages.
+        slot: SlotId,
+        /// The page of the first bit.
+        first: u64,
+        /// One bit for each page, the lowest of each byte first, at most [`MAX_LACKING_BYTES`].
+        bits: Vec<u8>,
+    },
+}
+
+/// The lanes on which a destination requests missing pages while its guest runs. They are numbered
+/// after the data lanes, those for faults first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct FetchLanes {
+    /// Lanes for pages that a vCPU waits for, 1 to 16.
+    pub faults: u8,
+    /// Lanes for all other pages, 1 to 16.
+    pub background: u8,
+}
+
+impl FetchLanes {
+    /// All lanes.
+    #[must_use]
+    pub fn count(self) -> u8 {
+        self.faults.saturating_add(self.background)
+    }
+
+    pub(crate) fn are_in_range(self) -> bool {
+        [self.faults, self.background].iter().all(|lanes| (1..=MAX_LANES).contains(lanes))
+    }
 }
 
 impl ControlMessage {
@@ -188,6 +232,7 @@ impl ControlMessage {
             Self::Answer { .. } => number::ANSWER,
             Self::Withdraw {} => number::WITHDRAW,
             Self::Free { .. } => number::FREE,
+            Self::Lacking { .. } => number::LACKING,
         }
     }
 
@@ -219,6 +264,7 @@ pub(crate) fn name_of(number: u16) -> Option<&'static str> {
         number::ANSWER => "ANSWER",
         number::WITHDRAW => "WITHDRAW",
         number::FREE => "FREE",
+        number::LACKING => "LACKING",
         _ => return None,
     })
 }

@@ -36,3 +36,5 @@ pub const ANSWER: u16 = 16;
 pub const WITHDRAW: u16 = 17;
 /// FREE.
 pub const FREE: u16 = 18;
+/// LACKING.
+pub const LACKING: u16 = 19;

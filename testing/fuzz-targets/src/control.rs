@@ -2,9 +2,9 @@
 
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, ControlMessage, HELLO_BYTES, HELLO_REPLY_BYTES, Hello,
-    HelloReply, MAX_BODY_BYTES, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LANES, MAX_NAME_BYTES,
-    MAX_REASON_BYTES, MAX_SLOTS, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, ProbeHeader,
-    ProbeMessage, Reason, WireError, table_checksum,
+    HelloReply, MAX_BODY_BYTES, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LACKING_BYTES, MAX_LANES,
+    MAX_NAME_BYTES, MAX_REASON_BYTES, MAX_SLOTS, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN,
+    ProbeHeader, ProbeMessage, Reason, WireError, table_checksum,
 };
 
 use super::input::Input;
@@ -150,6 +150,7 @@ fn limits(message: &ControlMessage) {
             assert!(lane_sequences.capacity() <= 4 * usize::from(MAX_LANES));
         }
         ControlMessage::Free { runs, .. } => assert!(runs.len() <= MAX_FREE_RUNS),
+        ControlMessage::Lacking { bits, .. } => assert!(bits.len() <= MAX_LACKING_BYTES),
         ControlMessage::Refuse { reason, .. }
         | ControlMessage::Abort { reason }
         | ControlMessage::Aborted { reason, .. } => is_line(reason),

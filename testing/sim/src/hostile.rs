@@ -2,7 +2,8 @@
 
 use vmferry_memory::{SlotId, SlotLayout};
 use vmferry_wire::{
-    ControlMessage, GuestIdentity, Reason, ReasonCode, SessionId, SessionWord, Token, number,
+    ControlMessage, GuestIdentity, Reason, ReasonCode, SessionId, SessionKind, SessionWord, Token,
+    number,
 };
 
 use crate::host::Host;
@@ -13,7 +14,7 @@ use crate::host::Host;
 /// side cannot prevent that.
 #[must_use]
 pub fn forgeries(to: Host) -> Vec<u16> {
-    (number::BEGIN..=number::FREE)
+    (number::BEGIN..=number::LACKING)
         .filter(|message| match to {
             Host::Source => !matches!(*message, number::RUNNING | number::ABORTED | number::ANSWER),
             // COMMIT counts where the destination is not READY.
@@ -38,12 +39,14 @@ pub fn forge(message: u16, session: SessionId) -> ControlMessage {
             release: None,
             streams: false,
             used_bytes: Vec::new(),
+            fetch_lanes: None,
         },
         number::ACCEPT => ControlMessage::Accept {
             token: Token([9; 16]),
             release: None,
             algorithms: None,
             verifies_placed: false,
+            post_copy: false,
         },
         number::REFUSE => ControlMessage::Refuse { reason, release: None },
         number::PLACED => ControlMessage::Placed { lane: 0, sequence: u64::MAX },
@@ -52,6 +55,7 @@ pub fn forge(message: u16, session: SessionId) -> ControlMessage {
             digest: 1,
             state: [1].into(),
             paused: false,
+            kind: SessionKind::PreCopy,
         },
         number::READY => ControlMessage::Ready { digest: 1, load_us: 0 },
         number::VERIFY => ControlMessage::Verify {},
@@ -65,6 +69,7 @@ pub fn forge(message: u16, session: SessionId) -> ControlMessage {
         number::QUERY => ControlMessage::Query { session },
         number::ANSWER => ControlMessage::Answer { session, word: SessionWord::Pending },
         number::WITHDRAW => ControlMessage::Withdraw {},
+        number::LACKING => ControlMessage::Lacking { slot: SlotId(0), first: 0, bits: vec![1] },
         _ => ControlMessage::Free { slot: SlotId(0), runs: vec![(0, 1)] },
     }
 }

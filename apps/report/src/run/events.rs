@@ -84,6 +84,16 @@ pub fn sentence(event: &Map<String, Value>) -> String {
             "the link was lost while the guest was paused; the guest resumed at the source"
                 .to_owned()
         }
+        "post-copy" => format!(
+            "switching over with post-copy: {} pages will be fetched while the guest runs",
+            human::count(number("pages"))
+        ),
+        "post-copy-unavailable" => format!("no post-copy: {}", text("why")),
+        "serving" => format!(
+            "the guest runs at the destination, and fetches {} pages from here: keep both hosts \
+             running",
+            human::count(number("pages"))
+        ),
         "ready" => "the destination is ready".to_owned(),
         "committed" => {
             "committed: the source cannot resume the guest without the destination's consent"

@@ -40,6 +40,10 @@ pub struct MigrationOptions {
     /// What to do when --max-rounds or --timeout is used up.
     #[arg(long, value_enum, default_value_t = WhenStuck::Refuse)]
     pub when_stuck: WhenStuck,
+    /// Run the guest at the destination before all its pages have arrived; it fetches the others
+    /// from here when it touches them. Until it has all, it needs both hosts (docs/post-copy.md).
+    #[arg(long, value_enum, default_value_t = PostCopy::Never, value_name = "WHEN")]
+    pub post_copy: PostCopy,
     /// Hold the migration before its switchover until `vmferry switch-over`. The guest runs here
     /// meanwhile, and a round a second keeps the destination up to date.
     #[arg(long)]
@@ -89,6 +93,29 @@ pub enum WhenStuck {
     Refuse,
     /// Switch over, however long the downtime is.
     SwitchOver,
+    /// Switch over with post-copy: the guest fetches the remaining pages while it runs.
+    PostCopy,
+}
+
+/// When to switch over with post-copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum PostCopy {
+    /// Every page is sent before the guest runs at the destination.
+    Never,
+    /// If the guest writes faster than the link carries.
+    Auto,
+    /// After the first round.
+    Now,
+}
+
+impl From<PostCopy> for vmferry::config::PostCopy {
+    fn from(option: PostCopy) -> Self {
+        match option {
+            PostCopy::Never => Self::Never,
+            PostCopy::Auto => Self::Auto,
+            PostCopy::Now => Self::Now,
+        }
+    }
 }
 
 /// What happens to pages when no compressor is free.

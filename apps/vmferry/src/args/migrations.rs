@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::Args;
 
+use super::migration::PostCopy;
 use super::units::{Cap, parse_cap, parse_duration, parse_rate};
 
 /// `vmferry set`.
@@ -15,7 +16,8 @@ Examples:
   vmferry set web --max-bandwidth 50M
   vmferry set web --max-bandwidth 1Gbit/s --downtime-limit 500ms
   vmferry set web --max-bandwidth none
-  vmferry set web --throttle 80 --max-rounds 50")]
+  vmferry set web --throttle 80 --max-rounds 50
+  vmferry set web --post-copy now")]
 pub struct SetOptions {
     /// Name of the guest that is being migrated, or path of its control socket.
     pub guest: String,
@@ -34,6 +36,11 @@ pub struct SetOptions {
     #[arg(long, value_parser = clap::value_parser!(u8).range(0..=99), value_name = "PERCENT",
           group = "limit")]
     pub throttle: Option<u8>,
+    /// Switch over with post-copy: now, after the round in progress; auto, if the rounds do not
+    /// converge; or never.
+    #[arg(long, value_enum, value_name = "WHEN", group = "limit", num_args = 0..=1,
+          default_missing_value = "now", require_equals = false)]
+    pub post_copy: Option<PostCopy>,
 }
 
 /// `vmferry estimate`.

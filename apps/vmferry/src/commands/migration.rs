@@ -52,6 +52,7 @@ pub fn migrate_request(
         reconnect_timeout: options.reconnect_timeout,
         timeout: options.timeout,
         when_stuck: when_stuck(options.when_stuck),
+        post_copy: options.post_copy.into(),
         pause_before_switchover: options.pause_before_switchover,
         throttle: options.throttle,
         compress: options.compress,
@@ -70,5 +71,6 @@ pub fn when_stuck(option: WhenStuck) -> vmferry::config::WhenStuck {
     match option {
         WhenStuck::Refuse => vmferry::config::WhenStuck::Refuse,
         WhenStuck::SwitchOver => vmferry::config::WhenStuck::SwitchOver,
+        WhenStuck::PostCopy => vmferry::config::WhenStuck::PostCopy,
     }
 }

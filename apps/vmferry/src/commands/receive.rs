@@ -33,7 +33,10 @@ pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
         device_log: options.device_log,
         machine: None,
     };
-    let files = Files { devices: vec!["/dev/kvm".into()], ..Files::default() };
+    // The second one is for pages that a guest lacks while it runs. The system call is only for
+    // faults from user mode in the sandbox.
+    let devices = vec!["/dev/kvm".into(), "/dev/userfaultfd".into()];
+    let files = Files { devices, ..Files::default() };
     let restrictions = restrict(options, listener.local_address(), Work::Machine, files, false)?;
     let ending = ending();
     let (stop, ended) = (Stop::default(), ending.0.clone());

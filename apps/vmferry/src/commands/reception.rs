@@ -127,6 +127,16 @@ pub fn tell(notice: &Notice, output: &Output) {
             "the link is lost; waiting for the source's decision".to_owned()
         }
         Notice::Session(Report::Running) => "the guest runs here".to_owned(),
+        Notice::Session(Report::Fetching { pages }) => format!(
+            "{pages} of its pages are still at the source, and are fetched while it runs: keep \
+             both hosts running"
+        ),
+        Notice::Session(Report::Fetched) => {
+            "every page has arrived: the source is not needed any more".to_owned()
+        }
+        Notice::Session(Report::FetchingFailed { reason }) => {
+            format!("fetching pages: {reason}")
+        }
         Notice::Session(Report::Paused) => {
             "the guest is here, paused as it was at the source".to_owned()
         }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use serde_json::Value;
+use vmferry::config::PostCopy;
 use vmferry_control::{ChangeRequest, Request, call};
 
 use super::socket;
@@ -23,6 +24,7 @@ pub fn set(options: &SetOptions, output: &Output) -> Result<(), Failure> {
         downtime_limit: options.downtime_limit.map(|limit| limit.max(Duration::from_micros(1))),
         max_rounds: options.max_rounds,
         throttle: options.throttle,
+        post_copy: options.post_copy.map(Into::into),
     };
     let done = [
         change.max_bandwidth.map(|cap| {
@@ -32,6 +34,11 @@ pub fn set(options: &SetOptions, output: &Output) -> Result<(), Failure> {
         change.downtime_limit.map(|limit| format!("a downtime of up to {limit:?}")),
         change.max_rounds.map(|rounds| format!("up to {rounds} rounds")),
         change.throttle.map(|percent| format!("vCPUs throttled by up to {percent} %")),
+        change.post_copy.map(|policy| match policy {
+            PostCopy::Never => "no post-copy".to_owned(),
+            PostCopy::Auto => "post-copy if the rounds do not converge".to_owned(),
+            PostCopy::Now => "post-copy after the round in progress".to_owned(),
+        }),
     ];
     let done: Vec<String> = done.into_iter().flatten().collect();
     request(&guest, &Request::Change(change), output, &format!("{} from now on", done.join(", ")))

@@ -21,9 +21,23 @@ pub fn describe(event: &Value) -> Option<String> {
             "{sentence}. The guest stays paused while vmferry keeps asking the destination; \
              `vmferry resolve` decides without it"
         ),
-        "connected" | "unknown-fields" | "recording" | "round-done" | "throttled" | "paused"
-        | "link-lost" | "link-restored" | "resent" | "recalled" | "ready" | "committed"
-        | "too-late-to-cancel" | "resumed" => sentence,
+        "connected"
+        | "unknown-fields"
+        | "recording"
+        | "round-done"
+        | "throttled"
+        | "paused"
+        | "link-lost"
+        | "link-restored"
+        | "resent"
+        | "recalled"
+        | "ready"
+        | "committed"
+        | "too-late-to-cancel"
+        | "resumed"
+        | "post-copy"
+        | "post-copy-unavailable"
+        | "serving" => sentence,
         _ => return None,
     })
 }

@@ -25,6 +25,7 @@ fn every_option() -> MigrateRequest {
         reconnect_timeout: Duration::ZERO,
         timeout: Some(Duration::from_secs(60)),
         when_stuck: vmferry::config::WhenStuck::SwitchOver,
+        post_copy: vmferry::config::PostCopy::Never,
         pause_before_switchover: true,
         throttle: 80,
         compress: "zstd:3".parse().unwrap(),
@@ -44,6 +45,7 @@ fn all() -> Vec<Request> {
         downtime_limit: Some(Duration::from_millis(50)),
         max_rounds: Some(9),
         throttle: Some(0),
+        post_copy: None,
     };
     vec![
         Request::Status,
@@ -84,7 +86,7 @@ fn golden_bodies() {
     for (request, golden) in [
         (
             Request::Migrate(Box::new(every_option())),
-            r#"{"to":"tls:b:7001","tls":{"ca":"/t/ca.pem","certificate":"/t/host.pem","key":"/t/host.key","revocations":[],"revocations_if_present":"/t/crl.pem","clock_skew_ms":300000,"server_name":null,"destination_id":"spiffe://x"},"addresses":["192.0.2.1"],"channels":16,"downtime_limit_ms":0.3,"downtime_abort_ms":4000,"max_bandwidth":1048576,"max_rounds":3,"reconnect_timeout_ms":0,"timeout_ms":60000,"when_stuck":"switch-over","pause_before_switchover":true,"throttle":80,"compress":"zstd:3","when_busy":"wait","workers":3,"delta_memory":1048576,"free_page_hints":false,"verify":true,"protocol":1,"record":{"directory":"/r","limit":7}}"#,
+            r#"{"to":"tls:b:7001","tls":{"ca":"/t/ca.pem","certificate":"/t/host.pem","key":"/t/host.key","revocations":[],"revocations_if_present":"/t/crl.pem","clock_skew_ms":300000,"server_name":null,"destination_id":"spiffe://x"},"addresses":["192.0.2.1"],"channels":16,"downtime_limit_ms":0.3,"downtime_abort_ms":4000,"max_bandwidth":1048576,"max_rounds":3,"reconnect_timeout_ms":0,"timeout_ms":60000,"when_stuck":"switch-over","post_copy":"never","pause_before_switchover":true,"throttle":80,"compress":"zstd:3","when_busy":"wait","workers":3,"delta_memory":1048576,"free_page_hints":false,"verify":true,"protocol":1,"record":{"directory":"/r","limit":7}}"#,
         ),
         (
             Request::Change(ChangeRequest {

@@ -8,7 +8,7 @@ mod source;
 mod values;
 
 pub use self::destination::DestinationConfig;
-pub use self::limits::{Limits, WhenStuck};
+pub use self::limits::{Limits, PostCopy, WhenStuck};
 pub use self::source::SourceConfig;
 pub use self::values::{
     BandwidthCap, ChannelCount, ConfigError, PROTOCOL_VERSIONS, ProtocolVersions, RoundLimit,

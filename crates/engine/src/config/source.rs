@@ -3,18 +3,21 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use vmferry_wire::SessionId;
+use vmferry_wire::{FetchLanes, SessionId};
 
 use super::compression::CompressionConfig;
 use super::values::{
     BandwidthCap, ChannelCount, PROTOCOL_VERSIONS, ProtocolVersions, RoundLimit, ThrottleLimit,
 };
-use super::{Limits, Timeouts, WhenStuck, new_session};
+use super::{Limits, PostCopy, Timeouts, WhenStuck, new_session};
 
 /// A migration is aborted when its pause exceeds this multiple of the downtime limit, unless the
 /// user sets another bound. Whatever made the prediction wrong by that factor is likely to persist,
 /// so the guest is better off at the source.
 const DOWNTIME_ABORT_FACTOR: u32 = 10;
+
+/// Fetch lanes for pages that vCPUs wait for. One thread serves a lane, and encrypts what it sends.
+const FAULT_LANES: u8 = 2;
 
 /// A pause shorter than this does not abort the migration unless the user says so. A briefly busy
 /// host adds as much, and an aborted migration costs the guest another pause.
@@ -55,6 +58,9 @@ pub struct SourceConfig {
     pub timeout: Option<Duration>,
     /// What to do when the rounds or the time are used up. Default refuse.
     pub when_stuck: WhenStuck,
+    /// Whether the guest may run at the destination before all of its pages have arrived. Not
+    /// together with `verify`. Default never.
+    pub post_copy: PostCopy,
     /// Hold the migration when the remaining pages fit the downtime limit. The guest runs and its
     /// writes are still sent until
     /// [`Orders::switch_over`](crate::source::Orders::switch_over). Default off.
@@ -94,6 +100,7 @@ impl SourceConfig {
             max_rounds: RoundLimit(30),
             timeout: None,
             when_stuck: WhenStuck::Refuse,
+            post_copy: PostCopy::Never,
             pause_before_switchover: false,
             throttle: ThrottleLimit(0),
             compression: CompressionConfig::default(),
@@ -112,11 +119,16 @@ impl SourceConfig {
     #[must_use]
     pub fn downtime_abort(&self) -> Option<Duration> {
         let usual = || {
-            (self.when_stuck == WhenStuck::Refuse).then(|| {
+            (self.when_stuck != WhenStuck::SwitchOver).then(|| {
                 LEAST_DOWNTIME_ABORT.max(self.downtime_limit.saturating_mul(DOWNTIME_ABORT_FACTOR))
             })
         };
         self.downtime_abort.or_else(usual).map(|bound| bound.max(self.downtime_limit))
+    }
+
+    /// The lanes on which the destination would fetch pages with post-copy.
+    pub(crate) fn fetch_lanes(&self) -> FetchLanes {
+        FetchLanes { faults: FAULT_LANES, background: self.channels.get() }
     }
 
     pub(crate) fn limits(&self) -> Limits {

@@ -1,6 +1,6 @@
 //! Receiving frames. Their pages are placed in memory, or for carried guests written into a VMM.
 
-pub mod fault_lane;
+pub mod fetch;
 pub(crate) mod lane_channel;
 pub(crate) mod memory_lanes;
 pub mod missing;

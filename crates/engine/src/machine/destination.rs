@@ -33,6 +33,7 @@ mod hashing;
 mod loading;
 mod losses;
 mod phase;
+mod post_copy;
 mod reconnect;
 
 use std::time::Duration;

@@ -43,6 +43,7 @@ mod pace;
 mod passes;
 mod phase;
 mod pings;
+mod post_copy;
 mod reconnect;
 mod rounds;
 mod switchover;
@@ -84,6 +85,7 @@ impl Source {
         let reconnect = config.timeouts.reconnect.as_millis();
         let mut machine = Self::at_rest(config, &guest, our_side, now);
         let common = &mut machine.common;
+        let fetch_lanes = common.post_copy.announced;
         common.act(Action::Send(ControlMessage::Begin {
             session: common.config.session,
             guest: guest.identity,
@@ -96,6 +98,7 @@ impl Source {
             release,
             streams,
             used_bytes,
+            fetch_lanes,
         }));
         // The log starts while the destination prepares and data channels are opened, so that the
         // guest can hint its free pages meanwhile.

@@ -36,6 +36,8 @@ pub enum Decision {
     AnotherRound,
     /// Pause the guest and send the rest.
     SwitchOver,
+    /// Pause the guest, and let the destination fetch the rest while it runs there.
+    PostCopy,
     /// The migration can't finish within the limits.
     GiveUp(Box<NotConverging>),
 }
@@ -139,6 +141,7 @@ impl Predictor {
         }
         match self.limits.when_stuck {
             WhenStuck::SwitchOver => Decision::SwitchOver,
+            WhenStuck::PostCopy => Decision::PostCopy,
             WhenStuck::Refuse => {
                 let measures = self.measures(harvest, predicted);
                 Decision::GiveUp(Box::new(NotConverging { measures }))

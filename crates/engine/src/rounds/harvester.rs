@@ -72,6 +72,12 @@ impl Harvester {
         &self.memory
     }
 
+    /// The pages of the present or next round.
+    #[must_use]
+    pub fn pending(&self) -> &PageSet {
+        &self.pending
+    }
+
     /// The dirty log.
     #[must_use]
     pub fn log(&self) -> &Arc<dyn DirtyLog> {

@@ -3,5 +3,5 @@
 pub mod forecast;
 
 pub use vmferry_api::{
-    DestinationStats, DowntimeStats, FrameReasons, PageCounts, RoundStats, SourceStats,
+    DestinationStats, DowntimeStats, FetchStats, FrameReasons, PageCounts, RoundStats, SourceStats,
 };

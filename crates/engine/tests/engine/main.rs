@@ -6,6 +6,7 @@ mod damage;
 mod free_pages;
 mod hostile;
 mod migration;
+mod post_copy;
 mod reconnect;
 mod streams;
 mod support;

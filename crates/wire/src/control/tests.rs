@@ -1,12 +1,15 @@
+mod post_copy;
+
 use proptest::prelude::*;
 use uuid::Uuid;
 use vmferry_memory::{SlotId, SlotLayout};
 
 use super::*;
+use crate::FetchLanes;
 use crate::fields::{put_mandatory, put_optional};
 use crate::{
     AlgorithmSet, GuestIdentity, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Reason, ReasonCode,
-    Release, SessionId, SessionWord, Token,
+    Release, SessionId, SessionKind, SessionWord, Token,
 };
 
 /// Every version that this release speaks.
@@ -55,11 +58,13 @@ impl Golden {
     fn as_version_1(&self) -> ControlMessage {
         let mut message = self.message.clone();
         match &mut message {
-            ControlMessage::Begin { release, streams, used_bytes, .. } => {
+            ControlMessage::Begin { release, streams, used_bytes, fetch_lanes, .. } => {
                 (*release, *streams, *used_bytes) = (None, false, Vec::new());
+                *fetch_lanes = None;
             }
-            ControlMessage::Accept { release, algorithms, verifies_placed, .. } => {
-                (*release, *algorithms, *verifies_placed) = (None, None, false);
+            ControlMessage::Accept { release, algorithms, verifies_placed, post_copy, .. } => {
+                (*release, *algorithms) = (None, None);
+                (*verifies_placed, *post_copy) = (false, false);
             }
             ControlMessage::Refuse { release, .. } => *release = None,
             _ => {}
@@ -94,6 +99,7 @@ fn goldens() -> Vec<Golden> {
                 release: release.clone(),
                 streams: true,
                 used_bytes: vec![Some(4096), None],
+                fetch_lanes: Some(FetchLanes { faults: 2, background: 3 }),
             },
             tuple: "01010101010101010101010101010101020202020202020202020202020202020377656203782f7902\
                     090901\
@@ -101,7 +107,8 @@ fn goldens() -> Vec<Golden> {
             fields: "010005000000302e312e30\
                      02000100000051\
                      038000000000\
-                     0400100000000010000000000000ffffffffffffffff",
+                     0400100000000010000000000000ffffffffffffffff\
+                     0500020000000203",
         },
         Golden {
             message: ControlMessage::Accept {
@@ -109,12 +116,14 @@ fn goldens() -> Vec<Golden> {
                 release: release.clone(),
                 algorithms: Some(AlgorithmSet::ALL),
                 verifies_placed: true,
+                post_copy: true,
             },
             tuple: "03030303030303030303030303030303",
             fields: "010005000000302e312e30\
                      02000100000051\
                      0300040000000e000000\
-                     040000000000",
+                     040000000000\
+                     050000000000",
         },
         Golden {
             message: ControlMessage::Refuse { reason: reason.clone(), release },
@@ -129,6 +138,7 @@ fn goldens() -> Vec<Golden> {
                 digest: 1,
                 state: [0xee].into(),
                 paused: false,
+                kind: SessionKind::PreCopy,
             },
             "01070101ee",
         ),
@@ -156,6 +166,10 @@ fn goldens() -> Vec<Golden> {
         plain(
             ControlMessage::Free { slot: SlotId(1), runs: vec![(2, 300), (512, 1)] },
             "010202ac02800401",
+        ),
+        plain(
+            ControlMessage::Lacking { slot: SlotId(1), first: 300, bits: vec![0x05, 0xff] },
+            "01ac020205ff",
         ),
     ]
 }
@@ -292,6 +306,8 @@ fn field_with_invalid_content_is_refused() {
         (1, 3, &[0; 3]),
         (1, 3, &[0; 5]),
         (1, 4, b"?"),
+        (0, 5, b"2"),
+        (1, 5, b"?"),
         (2, 1, &[b'9'; 65]),
     ] {
         let mut body = encoded(1, &golden[index].message).split_off(CONTROL_HEADER_BYTES);
@@ -305,7 +321,7 @@ fn field_with_invalid_content_is_refused() {
 /// Fields in ascending order, with numbers that no message of this release uses.
 fn unknown_fields() -> impl Strategy<Value = Vec<(u16, Vec<u8>)>> {
     let content = prop::collection::vec(any::<u8>(), 0..40);
-    prop::collection::btree_map(5_u16..0x8000, content, 1..6)
+    prop::collection::btree_map(6_u16..0x8000, content, 1..6)
         .prop_map(|fields| fields.into_iter().collect())
 }
 
@@ -372,7 +388,7 @@ proptest! {
     #[test]
     fn any_bytes_never_panic(
         version in VERSIONS,
-        number in 0_u16..20,
+        number in 0_u16..21,
         body in prop::collection::vec(any::<u8>(), 0..200),
     ) {
         // Every decoded message must survive another encoding.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use vmferry::Timeouts;
 use vmferry::machine::destination::Destination;
-use vmferry::machine::destination::io::{Action, Ending, Input as What, LinkId};
+use vmferry::machine::destination::io::{Action, Ending, Input as What, LinkId, Prepared};
 use vmferry::machine::peer::DestinationSide;
 use vmferry_handover::journal::{Record, recover_destination};
 use vmferry_handover::{DestinationState, SessionKind};
@@ -182,7 +182,7 @@ impl DestinationHost {
         // A failed write may be on disk.
         let on_disk = well || outcome.is_multiple_of(2);
         let what = match task {
-            Task::Prepare => What::Prepared(result()),
+            Task::Prepare => What::Prepared(result().map(|()| Prepared { post_copy: false })),
             Task::Open => {
                 if on_disk {
                     self.journal.push(open());
@@ -258,7 +258,9 @@ impl DestinationHost {
                 self.tasks.push(Task::Start);
             }
             Action::Discard => assert!(!self.ran, "a running guest is discarded"),
-            Action::WriteFetched => panic!("no post-copy was announced"),
+            Action::FetchMissing { .. } | Action::WriteFetched => {
+                panic!("no post-copy was announced")
+            }
             Action::ExpectLanes { .. } | Action::Report(_) => {}
         }
     }

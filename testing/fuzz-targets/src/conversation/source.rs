@@ -311,6 +311,9 @@ impl SourceHost {
                 assert!(!self.runs || self.ran_on, "a running guest is given away");
                 (self.runs, self.released) = (false, true);
             }
+            Action::OpenFetchLanes { .. } | Action::TellLacking | Action::ServePages { .. } => {
+                panic!("the user has not asked for post-copy")
+            }
             Action::TellFree
             | Action::FitWindows { .. }
             | Action::Cap(_)

@@ -109,12 +109,14 @@ fn messages() -> Vec<ControlMessage> {
             release: Some(release.clone()),
             streams: true,
             used_bytes: Vec::new(),
+            fetch_lanes: None,
         },
         ControlMessage::Accept {
             token: Token([3; 16]),
             release: Some(release.clone()),
             algorithms: Some(AlgorithmSet::VERSION_1),
             verifies_placed: false,
+            post_copy: false,
         },
         ControlMessage::Refuse { reason: reason.clone(), release: Some(release) },
         ControlMessage::Placed { lane: 1, sequence: 300 },
@@ -123,6 +125,7 @@ fn messages() -> Vec<ControlMessage> {
             digest: u64::MAX,
             state: [1; 40].into(),
             paused: true,
+            kind: vmferry_wire::SessionKind::PostCopy,
         },
         ControlMessage::Ready { digest: 5, load_us: 600 },
         ControlMessage::Verify {},
@@ -137,5 +140,6 @@ fn messages() -> Vec<ControlMessage> {
         ControlMessage::Answer { session, word: SessionWord::Owns },
         ControlMessage::Withdraw {},
         ControlMessage::Free { slot: SlotId(1), runs: vec![(2, 300), (512, 1)] },
+        ControlMessage::Lacking { slot: SlotId(1), first: 64, bits: vec![0x81, 0, 7] },
     ]
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use vmferry::link::lost;
 use vmferry::machine::destination::Destination;
-use vmferry::machine::destination::io::{Action, Input, LinkId};
+use vmferry::machine::destination::io::{Action, Input, LinkId, Prepared};
 use vmferry::{DestinationVm, Landing, MigrateError};
 use vmferry_codec::PageHashes;
 use vmferry_handover::journal::{Journal, Record};
@@ -87,13 +87,14 @@ impl Session {
                         let hashes = Arc::new(PageHashes::for_memory(&memory));
                         self.memory = Some((memory, hashes));
                     })
+                    .map(|()| Prepared { post_copy: false })
                     .map_err(|error| MigrateError::Refused {
                         peer: "destination",
                         reason: Reason::new(ReasonCode::VmRefused, &error.to_string()),
                     }),
             )),
             Action::Open(session) => Some(Input::Opened(self.open(session, disk))),
-            Action::ExpectLanes { lanes } => {
+            Action::ExpectLanes { lanes, .. } => {
                 self.expected_lanes = lanes;
                 None
             }
@@ -119,6 +120,8 @@ impl Session {
             Action::WriteIntent(kind) => {
                 Some(Input::IntentWritten(self.write(&Record::run_intent(kind))))
             }
+            // No schedule has post-copy.
+            Action::FetchMissing { .. } => None,
             Action::WriteFetched => Some(Input::FetchedWritten(self.write(&Record::Fetched))),
             Action::WriteAborted { reason } => {
                 Some(Input::AbortWritten(self.write(&Record::Aborted { reason })))

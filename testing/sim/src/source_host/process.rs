@@ -161,8 +161,11 @@ impl Process {
                 guest.work(&mut network.rng, writes);
                 Some(self.harvest().unwrap_or_else(Input::Failed))
             }
-            // No guest of the simulation is carried.
-            Action::Throttle { .. }
+            // No guest of the simulation is carried, or moved with post-copy.
+            Action::OpenFetchLanes { .. }
+            | Action::TellLacking
+            | Action::ServePages { .. }
+            | Action::Throttle { .. }
             | Action::SwitchOver
             | Action::LimitDowntime(_)
             | Action::Cap(_)

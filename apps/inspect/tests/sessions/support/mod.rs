@@ -92,12 +92,14 @@ impl Recorded {
                 release: release.clone(),
                 streams: streams && version > 1,
                 used_bytes: Vec::new(),
+                fetch_lanes: None,
             },
             ControlMessage::Final {
                 lane_sequences: vec![last],
                 digest: 7,
                 state: state(),
                 paused: false,
+                kind: vmferry_wire::SessionKind::PreCopy,
             },
             ControlMessage::Commit { session: SESSION },
         ] {
@@ -112,6 +114,7 @@ impl Recorded {
                 release,
                 algorithms: None,
                 verifies_placed: false,
+                post_copy: false,
             },
             ControlMessage::Placed { lane: 0, sequence: last },
             ControlMessage::Ready { digest: 7, load_us: 80 },

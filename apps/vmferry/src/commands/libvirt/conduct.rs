@@ -200,7 +200,7 @@ impl<'a> Conductor<'a> {
                     self.progress.event(&paused);
                 }
             }
-            WhenStuck::Refuse | WhenStuck::SwitchOver => {}
+            WhenStuck::Refuse | WhenStuck::SwitchOver | WhenStuck::PostCopy => {}
         }
     }
 

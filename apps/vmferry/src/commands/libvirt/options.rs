@@ -7,7 +7,7 @@ use clap::ArgMatches;
 use clap::parser::ValueSource;
 
 use super::peer::Uris;
-use crate::args::SendOptions;
+use crate::args::{SendOptions, WhenStuck};
 use crate::exit::{Code, Failure};
 
 const MIB: u64 = 1 << 20;
@@ -23,7 +23,7 @@ const UNKNOWN_TO_QEMU: &str = "QEMU sends the guest's memory itself, and vmferry
 const HOOK: &str = "libvirt has its own hook, /etc/libvirt/hooks/qemu, which it runs on both hosts";
 
 /// Options that mean nothing with `--libvirt`, and what to do instead.
-const REFUSED: [(&str, &str); 25] = [
+const REFUSED: [(&str, &str); 26] = [
     ("tls", CERTIFICATES),
     ("ca", CERTIFICATES),
     ("cert", CERTIFICATES),
@@ -56,6 +56,10 @@ const REFUSED: [(&str, &str); 25] = [
         "libvirt has no hold before the switchover, and no downtime limit keeps QEMU from it once \
          the guest writes little (docs/libvirt.md)",
     ),
+    (
+        "post_copy",
+        "QEMU's own post-copy: use --postcopy, as for virsh, or `virsh migrate-postcopy` later",
+    ),
     ("verify", UNKNOWN_TO_QEMU),
     ("record", UNKNOWN_TO_QEMU),
     ("record_limit", UNKNOWN_TO_QEMU),
@@ -74,6 +78,11 @@ impl Given<'_> {
 
     /// Fails if an option is given that means nothing with `--libvirt`.
     pub fn must_mean_something(&self) -> Result<(), Failure> {
+        if self.0.get_one("when_stuck") == Some(&WhenStuck::PostCopy) {
+            let text = "--when-stuck post-copy has no effect with --libvirt: use --postcopy, and \
+                        `virsh migrate-postcopy` when it is stuck";
+            return Err(Failure::new(Code::Usage, text));
+        }
         let Some((option, reason)) = REFUSED.iter().find(|(option, _)| self.has(option)) else {
             return Ok(());
         };

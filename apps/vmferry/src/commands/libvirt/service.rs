@@ -91,6 +91,10 @@ impl LibvirtService {
         if change.max_rounds.is_some() {
             return refuse(ErrorCode::WrongState, "libvirt does not limit the number of rounds");
         }
+        if change.post_copy.is_some() {
+            let text = "libvirt switches to its own post-copy with `virsh migrate-postcopy`";
+            return refuse(ErrorCode::WrongState, text);
+        }
         if change.throttle.is_some() {
             let text = "libvirt can't change the throttling of a running migration: start it with \
                         --auto-converge";

@@ -2,18 +2,23 @@
 //!
 //! The guest's memory is registered with userfaultfd. A page that the guest touches is requested
 //! from the source, unless it was never populated there: then it is placed as zeros at once. Pages
-//! arrive as answers and in the background, and whichever copy comes first is placed. The guest at
-//! the source is paused, so both are the same.
+//! are also requested in the background, and whichever copy comes first is placed. The guest at the
+//! source is paused, so both are the same.
 
+mod set;
+
+use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use parking_lot::Mutex;
-use vmferry_codec::{DecodedPages, PageHashes, PlacedPages};
+use vmferry_codec::{DecodedPages, PageHashes};
 use vmferry_faults::{FaultRanges, Wake};
-use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSet, SlotId};
+use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, SlotId};
 
+use super::fetch::counts::{FetchCounts, PageWaits};
 use crate::error::MigrateError;
+pub use set::{FaultAt, MissingRuns, MissingSet, PART_PAGES};
 
 /// The missing pages of a guest.
 pub struct MissingPages {
@@ -21,61 +26,55 @@ pub struct MissingPages {
     hashes: Arc<PageHashes>,
     ranges: FaultRanges,
     state: Mutex<State>,
-    counters: FetchCounters,
 }
 
-/// Which pages are missing.
 struct State {
-    /// Pages that only the source has.
-    missing: PageSet,
-    /// Those of them that were requested.
-    requested: PageSet,
-    /// Number of missing pages.
-    left: u64,
+    set: MissingSet,
+    phase: Phase,
+    /// When each page was requested that a thread waits for.
+    waits: HashMap<(SlotId, u64), Instant>,
+    counts: FetchCounts,
+    waited: PageWaits,
 }
 
-/// What has happened so far.
-#[derive(Debug, Default)]
-pub struct FetchCounters {
-    /// Faults of the guest.
-    pub faults: AtomicU64,
-    /// Faults at pages that were never populated at the source, which were placed as zeros.
-    pub zero_faults: AtomicU64,
-    /// Pages that arrived although they were there already.
-    pub again: AtomicU64,
-}
-
-/// What a fault of the guest asks for.
+/// Whether missing pages may be given up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wanted {
-    /// This page, of the source.
-    Page(SlotId, u64),
-    /// Nothing: the page is there, or was requested before.
-    Nothing,
+enum Phase {
+    /// The VMM loads the guest's state. If the source is lost, this session can't succeed.
+    Loading,
+    /// The guest may run here, or already does. Nothing that is missing is given up.
+    Loaded,
+    /// The source was lost while the state was loaded. Threads that wait continue with zeros, and
+    /// the guest never runs.
+    GivenUp,
 }
 
 impl MissingPages {
-    /// Frees outdated versions of the missing pages, and registers the memory in `shares` parts,
-    /// each with a descriptor of its own. From now on threads that touch a page which is not there
-    /// wait until it is placed. The guest must not run yet, and nothing else may be placing its
-    /// pages.
+    /// Frees outdated versions of the missing pages and forgets their hashes. From now on threads
+    /// that touch a page which is not there wait until it is placed. `register` registers the
+    /// memory. The guest must not run yet, and nothing else may be placing its pages.
     ///
     /// # Errors
-    /// Errors of the memory, or of userfaultfd.
+    /// Errors of the memory, or of `register`.
     pub fn register(
         memory: GuestMemory,
         hashes: Arc<PageHashes>,
-        missing: PageSet,
-        shares: usize,
+        missing: MissingSet,
+        register: impl FnOnce(&GuestMemory) -> Result<FaultRanges, MigrateError>,
     ) -> Result<Self, MigrateError> {
-        for run in missing.runs() {
+        for run in missing.pages().runs() {
             memory.discard(run)?;
         }
-        hashes.forget(&missing);
-        let ranges = FaultRanges::register(&memory, shares)?;
-        let requested = PageSet::for_memory(&memory);
-        let state = Mutex::new(State { left: missing.count(), missing, requested });
-        Ok(Self { memory, hashes, ranges, state, counters: FetchCounters::default() })
+        hashes.forget(missing.pages());
+        let ranges = register(&memory)?;
+        let state = Mutex::new(State {
+            set: missing,
+            phase: Phase::Loading,
+            waits: HashMap::new(),
+            counts: FetchCounts::default(),
+            waited: PageWaits::default(),
+        });
+        Ok(Self { memory, hashes, ranges, state })
     }
 
     /// The guest's memory.
@@ -96,69 +95,80 @@ impl MissingPages {
         &self.ranges
     }
 
-    /// What has happened so far.
-    #[must_use]
-    pub fn counters(&self) -> &FetchCounters {
-        &self.counters
-    }
-
     /// Number of pages that are still missing.
     #[must_use]
     pub fn left(&self) -> u64 {
-        self.state.lock().left
+        self.state.lock().set.left()
     }
 
-    /// Handles a fault at a host-virtual address of the guest's memory.
+    /// What has happened so far, and how long threads waited.
+    #[must_use]
+    pub fn counts(&self) -> (FetchCounts, PageWaits) {
+        let state = self.state.lock();
+        (state.counts, state.waited.clone())
+    }
+
+    /// Handles a fault at a host-virtual address of the guest's memory. Returns the page to request
+    /// from the source, if it was not requested before.
     ///
     /// # Errors
     /// Errors of userfaultfd.
-    pub fn fault(&self, address: u64) -> Result<Wanted, MigrateError> {
-        self.counters.faults.fetch_add(1, Ordering::Relaxed);
-        let Some(range) = self.ranges.range_at(address) else { return Ok(Wanted::Nothing) };
+    pub fn fault(&self, address: u64) -> Result<Option<(SlotId, u64)>, MigrateError> {
+        let Some(range) = self.ranges.range_at(address) else { return Ok(None) };
         let (slot, page) = (range.slot, range.page_at(address));
         {
             let mut state = self.state.lock();
-            if state.missing.bitmap(slot).is_set(page) {
-                if state.requested.bitmap(slot).is_set(page) {
-                    return Ok(Wanted::Nothing);
+            state.counts.faults += 1;
+            if state.phase != Phase::GivenUp {
+                match state.set.fault(slot, page) {
+                    FaultAt::Unrequested => {
+                        state.waits.insert((slot, page), Instant::now());
+                        return Ok(Some((slot, page)));
+                    }
+                    FaultAt::Awaited => return Ok(None),
+                    FaultAt::Present => {}
                 }
-                state.requested.bitmap_mut(slot).set(page);
-                return Ok(Wanted::Page(slot, page));
             }
         }
-        // Never populated at the source, or placed since the guest touched it. A page that exists
-        // is left as it is, and the threads that wait for it are woken.
+        // Never populated at the source, placed since the guest touched it, or given up. A page
+        // that exists is left as it is, and the threads that wait for it are woken.
         let placed = self.ranges.place_zeros(PageRun { slot, first: page, pages: 1 }, Wake::Now)?;
         if placed.placed_bytes > 0 {
-            self.counters.zero_faults.fetch_add(1, Ordering::Relaxed);
+            self.state.lock().counts.zero_faults += 1;
         }
-        Ok(Wanted::Nothing)
+        Ok(None)
     }
 
-    /// Calls `ask` with the requested pages that are still missing: after a channel was lost, its
-    /// answers may be lost too.
-    pub fn outstanding(&self, mut ask: impl FnMut(SlotId, u64)) {
-        let outstanding = {
-            let state = self.state.lock();
-            let mut outstanding = PageSet::for_memory(&self.memory);
-            outstanding.set_to_intersection(&state.missing, &state.requested);
-            outstanding
-        };
-        for run in outstanding.runs() {
-            (run.first..run.first + run.pages).for_each(|page| ask(run.slot, page));
-        }
+    /// The requested pages that threads still wait for: after a channel was lost, its answers may
+    /// be lost too.
+    #[must_use]
+    pub fn awaited(&self) -> Vec<(SlotId, u64)> {
+        self.state.lock().set.awaited()
+    }
+
+    /// The next pages to request in the background, at most this number.
+    #[must_use]
+    pub fn queue_next(&self, most: u64) -> Option<PageRun> {
+        self.state.lock().set.queue_next(most)
+    }
+
+    /// The answers to these background requests will not come.
+    pub fn unqueue(&self, runs: impl IntoIterator<Item = PageRun>) {
+        let mut state = self.state.lock();
+        runs.into_iter().for_each(|run| state.set.unqueue(run));
     }
 
     /// Places the pages of a frame that are missing, and wakes the threads that wait for them.
-    /// Pages that are there already are left as they are: the guest may have written them.
+    /// Pages that are there already are left as they are: the guest may have written them. Returns
+    /// whether the last missing page was one of them.
     ///
     /// # Errors
     /// Errors of userfaultfd.
-    pub fn place(&self, decoded: DecodedPages<'_>) -> Result<Fetched, MigrateError> {
+    pub fn place(&self, decoded: DecodedPages<'_>) -> Result<bool, MigrateError> {
         let mut last = false;
         for (run, content) in decoded.runs() {
             for (part, at) in parts(run) {
-                let missing = self.missing_of(part);
+                let missing = self.state.lock().set.missing_of(part);
                 for found in missing {
                     match content {
                         Some(content) => {
@@ -173,35 +183,60 @@ impl MissingPages {
                     last |= self.placed(found);
                 }
                 let again = part.pages - missing.into_iter().map(|run| run.pages).sum::<u64>();
-                self.counters.again.fetch_add(again, Ordering::Relaxed);
+                self.state.lock().counts.again_pages += again;
             }
         }
-        Ok(Fetched { pages: decoded.record(&self.hashes), is_complete: last })
-    }
-
-    /// The missing pages of a part.
-    fn missing_of(&self, part: PageRun) -> MissingRuns {
-        let state = self.state.lock();
-        let bitmap = state.missing.bitmap(part.slot);
-        let bits = (0..part.pages)
-            .filter(|offset| bitmap.is_set(part.first + offset))
-            .fold(0, |bits, offset| bits | 1 << offset);
-        MissingRuns { part, bits }
+        decoded.record(&self.hashes);
+        Ok(last)
     }
 
     /// Records that pages are there. Returns whether none is missing any more, once.
     fn placed(&self, run: PageRun) -> bool {
         let mut state = self.state.lock();
-        let bitmap = state.missing.bitmap_mut(run.slot);
-        // Another thread may have placed the same page meanwhile.
-        let pages = (run.first..run.first + run.pages).filter(|page| bitmap.is_set(*page));
-        let new = pages.count() as u64;
-        bitmap.clear_run(run.first, run.pages);
-        state.left -= new;
-        new > 0 && state.left == 0
+        let State { set, waits, counts, waited, .. } = &mut *state;
+        set.placed(run, |page| match waits.remove(&(run.slot, page)) {
+            Some(since) => {
+                counts.fault_pages += 1;
+                waited.record(since.elapsed());
+            }
+            None => counts.background_pages += 1,
+        })
     }
 
-    /// Ends the registration. Every page must be there.
+    /// The VMM has loaded the state. Returns whether no page that it needed was given up; from then
+    /// on no page is.
+    #[must_use]
+    pub fn end_load(&self) -> bool {
+        let mut state = self.state.lock();
+        let whole = state.phase != Phase::GivenUp;
+        if whole {
+            state.phase = Phase::Loaded;
+        }
+        whole
+    }
+
+    /// A channel was lost. If the VMM is still loading the state it may wait for a page that will
+    /// never come. Then it continues with zeros, and this guest can't run any more. Nothing happens
+    /// after the load.
+    ///
+    /// # Errors
+    /// Errors of userfaultfd.
+    pub fn give_up_load(&self) -> Result<(), MigrateError> {
+        let awaited = {
+            let mut state = self.state.lock();
+            if state.phase != Phase::Loading {
+                return Ok(());
+            }
+            state.phase = Phase::GivenUp;
+            state.set.awaited()
+        };
+        for (slot, page) in awaited {
+            self.ranges.place_zeros(PageRun { slot, first: page, pages: 1 }, Wake::Now)?;
+        }
+        Ok(())
+    }
+
+    /// Ends the registration. Every page must be there, or the guest is discarded.
     ///
     /// # Errors
     /// Errors of userfaultfd.
@@ -209,18 +244,6 @@ impl MissingPages {
         Ok(self.ranges.unregister()?)
     }
 }
-
-/// The pages of a frame after they were placed.
-#[derive(Clone, Copy, Debug)]
-pub struct Fetched {
-    /// All pages of the frame.
-    pub pages: PlacedPages,
-    /// The last missing page was one of them.
-    pub is_complete: bool,
-}
-
-/// Number of pages that are looked at together: the bits of a word.
-const PART_PAGES: u64 = u64::BITS as u64;
 
 /// Divides a run into parts of at most [`PART_PAGES`]. Returns each with its offset in the run.
 fn parts(run: PageRun) -> impl Iterator<Item = (PageRun, u64)> {
@@ -230,46 +253,9 @@ fn parts(run: PageRun) -> impl Iterator<Item = (PageRun, u64)> {
     })
 }
 
-/// The missing pages of a part, as runs.
-#[derive(Clone, Copy)]
-struct MissingRuns {
-    part: PageRun,
-    /// One bit for each page of the part.
-    bits: u64,
-}
-
-impl Iterator for MissingRuns {
-    type Item = PageRun;
-
-    fn next(&mut self) -> Option<PageRun> {
-        let offset = self.bits.trailing_zeros();
-        let pages = self.bits.checked_shr(offset)?.trailing_ones();
-        if pages == 0 {
-            return None;
-        }
-        let taken = u64::MAX.checked_shr(u64::BITS - pages).unwrap_or(0) << offset;
-        self.bits &= !taken;
-        let first = self.part.first + u64::from(offset);
-        Some(PageRun { first, pages: pages.into(), ..self.part })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn missing_runs_are_the_runs_of_ones() {
-        let part = PageRun { slot: SlotId(1), first: 100, pages: 64 };
-        let runs = |bits| {
-            let runs = MissingRuns { part, bits };
-            runs.map(|run| (run.first, run.pages)).collect::<Vec<_>>()
-        };
-        assert_eq!(runs(0), []);
-        assert_eq!(runs(u64::MAX), [(100, 64)]);
-        assert_eq!(runs(0b1101), [(100, 1), (102, 2)]);
-        assert_eq!(runs(1 << 63), [(163, 1)]);
-    }
 
     #[test]
     fn parts_cover_a_run_without_gaps() {

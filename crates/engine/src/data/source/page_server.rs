@@ -1,19 +1,22 @@
-//! Answers a destination's requests for pages on one fault lane, while the guest runs there.
+//! Answers a destination's requests for pages on one fetch lane, while the guest runs there.
 //!
 //! The guest is paused here for good, so a page is read whenever it is asked for. Each request is
-//! answered at once with a frame of its own, uncompressed: a vCPU waits for it. Requests have fault
-//! lanes to themselves, so that they never wait behind background pages, and are not subject to the
-//! bandwidth cap, which background pages are.
+//! answered at once with a frame of its own. A page that a vCPU waits for is not compressed, and
+//! the bandwidth cap does not delay it. Background pages are compressed as in pre-copy, and count
+//! for the cap.
 
 use std::io::{self, BufReader, Read, Write};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use crossbeam_channel::Sender;
-use vmferry_codec::{Choice, EncodedFrame};
-use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
+use vmferry_codec::{Choice, DeltaUse, EncodedFrame, FrameCounts};
+use vmferry_memory::{PageRun, PageSet};
+use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter, RateLimiter};
 use vmferry_wire::{PAGE_REQUEST_BYTES, PageRequest};
 
+use super::chooser::Chooser;
 use super::lane::plan::PageBatch;
 use super::page_encoder::PageEncoder;
 use super::sent::SentCounters;
@@ -22,14 +25,16 @@ use crate::error::MigrateError;
 use crate::link::{DataChannel, channel_name, lost};
 use crate::machine::source::io::Input;
 
-/// What a fault lane is, and what it reports to.
-pub struct FaultLaneContext {
-    /// The lane's number. Fault lanes are numbered after the data lanes.
+/// What a fetch lane is, and what it reports to.
+pub struct FetchLaneContext {
+    /// The lane's number. Fetch lanes are numbered after the data lanes.
     pub lane: u8,
     /// How often the lane's channel was dialed before.
     pub attempt: u64,
-    /// The round in which all missing pages are sent.
-    pub round: u32,
+    /// What to serve, once FINAL is sent. A request before that violates the protocol.
+    pub served: Arc<OnceLock<Served>>,
+    /// How background pages are sent. `None` for a lane of pages that vCPUs wait for.
+    pub background: Option<BackgroundWay>,
     /// Queue for the loss of the channel.
     pub results: Sender<Input>,
     /// CPU time of the threads.
@@ -38,7 +43,25 @@ pub struct FaultLaneContext {
     pub sent: Arc<SentCounters>,
 }
 
-/// The thread that serves one fault lane. Dropping it closes the channel and waits for the thread.
+/// What a source serves after FINAL.
+#[derive(Debug)]
+pub struct Served {
+    /// The number of the round that the pages count as.
+    pub round: u32,
+    /// Pages that are zero and must not be read.
+    pub zero: Option<Arc<PageSet>>,
+}
+
+/// How background pages are sent.
+#[derive(Clone)]
+pub struct BackgroundWay {
+    /// The cap over all lanes.
+    pub limiter: RateLimiter,
+    /// Decides how pages are encoded.
+    pub chooser: Arc<Chooser>,
+}
+
+/// The thread that serves one fetch lane. Dropping it closes the channel and waits for the thread.
 pub struct PageServer {
     closer: ChannelCloser,
     thread: Option<JoinHandle<()>>,
@@ -52,7 +75,7 @@ impl PageServer {
     pub fn start(
         channel: DataChannel,
         encoder: PageEncoder,
-        context: FaultLaneContext,
+        context: FetchLaneContext,
     ) -> io::Result<Self> {
         let DataChannel { reader, writer, closer } = channel;
         let name = format!("lane{}-serve", context.lane);
@@ -61,7 +84,7 @@ impl PageServer {
             let frame = EncodedFrame::new();
             let mut serving = Serving { encoder, frame, context: &context, sequence: 0 };
             let error = serving.run(reader, writer);
-            let FaultLaneContext { lane, attempt, results, .. } = &context;
+            let FetchLaneContext { lane, attempt, results, .. } = &context;
             let _ = results.send(match error {
                 error @ MigrateError::LinkLost { .. } => {
                     Input::LaneLost { lane: *lane, attempt: *attempt, error }
@@ -87,7 +110,7 @@ struct Serving<'a> {
     encoder: PageEncoder,
     /// Reused for all answers.
     frame: EncodedFrame,
-    context: &'a FaultLaneContext,
+    context: &'a FetchLaneContext,
     /// Number of the last frame.
     sequence: u64,
 }
@@ -126,23 +149,46 @@ impl Serving<'_> {
         offset: u64,
         writer: &mut impl Write,
     ) -> Result<(), MigrateError> {
-        let FaultLaneContext { lane, round, sent, .. } = self.context;
+        let FetchLaneContext { lane, served, sent, .. } = self.context;
         let refused =
             |reason: String| MigrateError::protocol(channel_name(Some(*lane)), offset, reason);
         let request = PageRequest::parse(request).map_err(|error| refused(error.to_string()))?;
-        let batch = PageBatch::of_run(*round, request.run());
+        let Some(served) = served.get() else {
+            return Err(refused("a request for a page before FINAL".into()));
+        };
         if let Err(error) = self.encoder.check(request.run()) {
             return Err(refused(format!("a request for pages that do not exist: {error}")));
         }
-        let Self { encoder, frame, .. } = self;
-        let counts = encoder.encode(*lane, &batch, frame, Choice::default())?;
+        let counts = self.encode(request.run(), served)?;
         self.sequence += 1;
-        frame.set_sequence(self.sequence);
-        let (bytes, written) = (frame.wire_bytes(), frame.write_to(writer));
-        written.map_err(|error| self.lost(&error))?;
+        self.frame.set_sequence(self.sequence);
+        let bytes = self.frame.wire_bytes() as u64;
+        if let Some(BackgroundWay { limiter, .. }) = &self.context.background
+            && !limiter.take(bytes)
+        {
+            return Err(self.lost(&io::Error::other("the migration ends")));
+        }
+        self.frame.write_to(writer).map_err(|error| self.lost(&error))?;
         sent.pages(&counts);
-        sent.frame(bytes as u64);
+        sent.frame(bytes);
         Ok(())
+    }
+
+    /// Makes the frame of some pages.
+    fn encode(&mut self, run: PageRun, served: &Served) -> Result<FrameCounts, MigrateError> {
+        let lane = self.context.lane;
+        let mut batch = PageBatch::of_run(served.round, run);
+        batch.zero.clone_from(&served.zero);
+        let Some(BackgroundWay { chooser, .. }) = &self.context.background else {
+            return self.encoder.encode(lane, &batch, &mut self.frame, Choice::default());
+        };
+        let decision = chooser.choose(false, served.round);
+        // The guest may have written a page since it was placed, so nothing is a base for a delta.
+        let choice = Choice { delta: DeltaUse::Off, ..decision.choice };
+        let begun = Instant::now();
+        let counts = self.encoder.encode(lane, &batch, &mut self.frame, choice)?;
+        chooser.encoded(decision, counts, begun.elapsed());
+        Ok(counts)
     }
 
     fn lost(&self, error: &io::Error) -> MigrateError {

@@ -1,6 +1,7 @@
 //! The driver of a session at the destination: carries out the machine's actions with a VMM,
 //! threads and channels.
 
+mod fetch;
 mod guest;
 mod links;
 
@@ -18,6 +19,7 @@ use super::notice::Notice;
 use super::reception::Reception;
 use crate::config::DestinationConfig;
 use crate::cpu::CpuMeter;
+use crate::data::destination::fetch::lanes::FetchLanes;
 use crate::data::destination::place::PlacedCounters;
 use crate::data::destination::target::{LaneEnds, LaneSet, Target};
 use crate::driver::life::Life;
@@ -26,7 +28,7 @@ use crate::link::{ControlSlot, ControlWriter};
 use crate::machine::destination::Destination;
 use crate::machine::destination::io::{Action, Ending, Input, LinkId};
 use crate::machine::peer::DestinationSide;
-use crate::stats::DestinationStats;
+use crate::stats::{DestinationStats, FetchStats};
 use crate::vmm::DestinationVm;
 use vmferry_handover::journal::{FileJournal, Record};
 
@@ -94,6 +96,11 @@ pub struct Session<'a, V> {
     is_loaded: bool,
     expected_lanes: u8,
     lanes: Option<Box<dyn LaneSet>>,
+    /// The fetch lanes, if the guest may run before all its pages have arrived.
+    fetch_lanes: Option<FetchLanes>,
+    /// When the guest was started.
+    guest_started: Option<Instant>,
+    fetch_stats: Option<FetchStats>,
     placed: Arc<PlacedCounters>,
     /// Bytes that had arrived when the source was last notified.
     arrived: u64,
@@ -154,6 +161,9 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             is_loaded: false,
             expected_lanes: 0,
             lanes: None,
+            fetch_lanes: None,
+            guest_started: None,
+            fetch_stats: None,
             placed: Arc::default(),
             arrived: 0,
             arrival_told: Instant::now(),
@@ -205,6 +215,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
         stats.content_pages = placed.content_pages.load(Ordering::Relaxed);
         stats.zero_pages = placed.zero_pages.load(Ordering::Relaxed);
         stats.received_bytes = placed.bytes.load(Ordering::Relaxed);
+        stats.fetch = self.fetch_stats.take();
         stats.engine_cpu_s = self.cpu.seconds();
         Ended {
             ending,
@@ -233,6 +244,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
         more
     }
 
+    /// The next input.
     fn await_input(&mut self, watch: &mut dyn FnMut(&Notice)) -> Input {
         let tick = self.machine.next_tick().map(|at| self.started + at);
         let wait = tick
@@ -251,6 +263,16 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             recv(self.inputs.1) -> input => match input {
                 Ok(Input::LaneLost { lane, attempt, .. }) if !self.is_at(lane, attempt) => {
                     Input::Tick
+                }
+                Ok(lost @ Input::LaneLost { .. }) => {
+                    if let Some(lanes) = &self.fetch_lanes {
+                        lanes.lost();
+                    }
+                    lost
+                }
+                Ok(Input::Fetched) => {
+                    self.note_fetched();
+                    Input::Fetched
                 }
                 Ok(Input::LaneEnded { lane, .. }) => {
                     Input::LaneEnded { lane, sequence: self.ends.take(lane) }
@@ -290,26 +312,18 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 Some(Input::Prepared(self.prepare(&guest, streams, &used_bytes)))
             }
             Action::Open(session) => Some(Input::Opened(self.open(session))),
-            Action::ExpectLanes { lanes } => {
+            Action::ExpectLanes { lanes, fetch_lanes } => {
                 self.expected_lanes = lanes;
+                self.fetch_lanes = fetch_lanes.map(|announced| FetchLanes::new(lanes, announced));
                 None
+            }
+            Action::FetchMissing { missing } => {
+                self.fetch_missing(missing).err().map(Input::Failed)
             }
             Action::SumDigest => {
                 Some(Input::Digest(self.target.as_ref().map_or(0, Target::digest)))
             }
-            Action::Load { state, paused } => {
-                let begun = Instant::now();
-                let ready = if paused { self.vm.stay_paused() } else { Ok(()) };
-                let loaded = match ready {
-                    Ok(()) if !self.is_loaded => self.vm.load(&state),
-                    ready => ready,
-                };
-                let loaded = loaded.map(|()| begun.elapsed());
-                Some(Input::Loaded(loaded.map_err(|source| MigrateError::Vm {
-                    action: "load the guest's state",
-                    source,
-                })))
-            }
+            Action::Load { state, paused } => Some(Input::Loaded(self.load(&state, paused))),
             Action::Hash { except } => self.hash(except),
             Action::WriteIntent(kind) => {
                 Some(Input::IntentWritten(self.write(&Record::run_intent(kind))))
@@ -320,6 +334,10 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             }
             Action::Run => {
                 let started = self.vm.run();
+                self.guest_started = Some(Instant::now());
+                if let Some(lanes) = &self.fetch_lanes {
+                    lanes.begin_background();
+                }
                 Some(Input::Started(
                     started
                         .map_err(|source| MigrateError::Vm { action: "start the guest", source }),
@@ -327,6 +345,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             }
             Action::Discard => {
                 self.end_lanes();
+                self.fetch_lanes = None;
                 self.target = None;
                 self.is_loaded = false;
                 self.vm.discard();

@@ -3,6 +3,7 @@
 //! The operations on the guest depend on how it is moved (`memory`: the engine reads its memory;
 //! `streams`: it is carried). Channels, journal, handover and orders are the same.
 
+mod fetch;
 mod links;
 mod memory;
 mod start;
@@ -32,6 +33,7 @@ use crate::machine::source::io::{Action, Ending, Input, Report};
 use crate::stats::SourceStats;
 use crate::vmm::streamed::{StreamEvent, StreamedVm};
 use crate::vmm::{GuestDescription, SourceVm};
+use fetch::FetchServers;
 use memory::MemoryGuest;
 use streams::StreamedGuest;
 use vmferry_handover::journal::{FileJournal, Journal, Record};
@@ -228,6 +230,8 @@ struct Core<'a, V: Resume> {
     lanes: Vec<Arc<SourceLane>>,
     /// The senders of the lanes that have channels.
     senders: Vec<LaneSender>,
+    /// The servers of the fetch lanes that have channels.
+    fetch: FetchServers,
     redialer: Redialer,
     limiter: RateLimiter,
     chooser: Arc<Chooser>,
@@ -271,12 +275,6 @@ impl<V: Resume> Core<'_, V> {
         self.started.elapsed()
     }
 
-    /// Whether data channels have accepted frames since the last call.
-    fn has_sent(&mut self) -> bool {
-        let (_, frames) = self.orders.sent().so_far();
-        std::mem::replace(&mut self.sent_frames, frames) != frames
-    }
-
     fn await_input(&mut self, side: &mut impl GuestSide<V>) -> Input {
         let tick = self.machine.next_tick().map(|at| self.started + at);
         let wait =
@@ -298,7 +296,7 @@ impl<V: Resume> Core<'_, V> {
                 dialed.map_or(Input::Tick, |dialed| self.control.take_dialed(dialed))
             }
             recv(self.redialer.dialed()) -> dialed => {
-                dialed.map_or(Input::Tick, |dialed| self.rejoin(dialed))
+                dialed.map_or(Input::Tick, |dialed| self.rejoin(side, dialed))
             }
             default(wait) => Input::Tick,
         }
@@ -310,6 +308,10 @@ impl<V: Resume> Core<'_, V> {
             Action::OpenLanes(token) => {
                 let opened = self.open_lanes(side, &token);
                 Some(opened.map_or_else(Input::Failed, |()| Input::LanesJoined))
+            }
+            Action::OpenFetchLanes { token, lanes, attempts } => {
+                let opened = self.open_fetch_lanes(side, token, lanes, &attempts);
+                Some(opened.map_or_else(Input::Failed, |()| Input::FetchLanesJoined))
             }
             Action::ResumeControl { token, attempt, delay } => {
                 self.control.resume(token, attempt, delay);
@@ -378,6 +380,7 @@ impl<V: Resume> Core<'_, V> {
         self.lanes.iter().for_each(|lane| lane.close());
         // A sender may be waiting for the bandwidth limiter.
         self.limiter.close();
+        self.fetch.stop();
         side.stop(&mut self);
         self.control.say_goodbye();
         self.senders.iter().for_each(LaneSender::close_channel);

@@ -80,6 +80,9 @@ pub struct Progress {
     pub sent_zero_pages: u64,
     /// COMMIT is journaled and the destination's answer is unknown: the guest is paused.
     pub in_doubt: bool,
+    /// The destination runs the guest, and fetches pages of its memory from here. `round_pages` are
+    /// the pages that it lacked, and `round_sent_pages` those that it has fetched.
+    pub serving: bool,
     /// Everything except the switchover is done, and the migration is held.
     pub held: bool,
     /// The forecast after the last harvest.
@@ -135,6 +138,16 @@ impl Orders {
             .is_some_and(|sender| sender.send(Input::Operator(word)).is_ok())
     }
 
+    /// Gives up a guest that the destination runs and of whose memory it still lacks pages: the
+    /// destination is lost permanently. Returns whether this side serves pages now.
+    pub fn give_up(&self) -> bool {
+        if !self.progress().serving {
+            return false;
+        }
+        let inbox = self.0.inbox.lock();
+        inbox.sender.as_ref().is_some_and(|sender| sender.send(Input::GiveUp).is_ok())
+    }
+
     /// The progress so far.
     #[must_use]
     pub fn progress(&self) -> Progress {
@@ -180,6 +193,7 @@ impl Orders {
         shown.began.get_or_insert_with(Instant::now);
         shown.progress.phase = phase;
         shown.progress.in_doubt = matches!(state, SourceState::InDoubt { .. });
+        shown.progress.serving = state == SourceState::Serving;
     }
 
     /// Updates the progress from a report.
@@ -187,7 +201,7 @@ impl Orders {
         let mut shown = self.0.progress.lock();
         let progress = &mut shown.progress;
         match report {
-            Report::RoundStarted { round, pages, .. } => {
+            Report::RoundStarted { round, pages, .. } | Report::PostCopy { round, pages } => {
                 (progress.round, progress.round_pages) = (*round, *pages);
                 let sent = &self.0.sent;
                 shown.sent_before = sent.content_pages.load(Ordering::Relaxed)

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use vmferry_memory::SlotLayout;
-use vmferry_wire::{ControlMessage, Reason, ReasonCode, Release, SessionId};
+use vmferry_memory::{PageSet, SlotLayout};
+use vmferry_wire::{ControlMessage, FetchLanes, Reason, ReasonCode, Release, SessionId};
 
 use super::common::Common;
-use super::io::{Action, Report};
+use super::io::{Action, Prepared, Report};
 use super::phase::{Announced, AwaitBegin, HashRun, Phase, Session, Verification};
 use crate::error::MigrateError;
 use crate::vmm::GuestDescription;
@@ -25,6 +25,8 @@ pub(super) struct Announcement {
     /// Whether the guest is carried.
     pub(super) streams: bool,
     pub(super) used_bytes: Vec<Option<u64>>,
+    /// The fetch lanes that the source opens with post-copy.
+    pub(super) fetch_lanes: Option<FetchLanes>,
 }
 
 impl AwaitBegin {
@@ -42,6 +44,7 @@ impl AwaitBegin {
             lanes: begin.lanes,
             layout: begin.guest.layout.clone(),
             verification: if begin.verify { Verification::Announced } else { Verification::None },
+            fetch_lanes: begin.fetch_lanes,
         };
         let streams = (common.our_side.protocol > 1).then_some(begin.streams);
         let (guest, used_bytes) = (begin.guest, begin.used_bytes);
@@ -51,9 +54,14 @@ impl AwaitBegin {
 }
 
 impl Phase {
-    pub(super) fn on_prepared(self, common: &mut Common, result: Result<(), MigrateError>) -> Self {
+    pub(super) fn on_prepared(
+        self,
+        common: &mut Common,
+        result: Result<Prepared, MigrateError>,
+    ) -> Self {
         match (self, result) {
-            (Self::Preparing(announced), Ok(())) => {
+            (Self::Preparing(mut announced), Ok(Prepared { post_copy })) => {
+                announced.fetch_lanes = announced.fetch_lanes.filter(|_| post_copy);
                 common.act(Action::Open(announced.session));
                 Self::Opening(announced)
             }
@@ -90,13 +98,14 @@ impl Phase {
 
 impl Announced {
     fn accept(self, common: &mut Common) -> Phase {
-        let Self { session, name, lanes, layout, verification } = self;
-        common.act(Action::ExpectLanes { lanes });
+        let Self { session, name, lanes, layout, verification, fetch_lanes } = self;
+        common.act(Action::ExpectLanes { lanes, fetch_lanes });
         common.send(ControlMessage::Accept {
             token: common.token,
             release: Some(common.release()),
             algorithms: Some(common.our_side.algorithms),
             verifies_placed: verification != Verification::None,
+            post_copy: fetch_lanes.is_some(),
         });
         common.report(Report::Accepted {
             run: session,
@@ -107,6 +116,7 @@ impl Announced {
             protocol: common.our_side.protocol,
             source: common.stats.source.clone(),
         });
+        let lacking = fetch_lanes.map(|_| PageSet::for_layout(&layout));
         Phase::Receiving(Session {
             id: session,
             layout,
@@ -114,6 +124,7 @@ impl Announced {
             verification,
             free: None,
             hash: HashRun::Idle,
+            lacking,
         })
     }
 }

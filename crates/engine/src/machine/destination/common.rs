@@ -22,6 +22,10 @@ pub(super) struct Common {
     pub(super) our_side: DestinationSide,
     pub(super) handover: DestinationState,
     pub(super) kind: SessionKind,
+    /// Pages that only the source has when the state is loaded.
+    pub(super) missing_pages: u64,
+    /// The last missing page was placed, possibly before the guest runs.
+    pub(super) has_fetched: bool,
     /// Why the session ended without the guest, or why the guest crashed, as far as that is known.
     pub(super) failure: Option<MigrateError>,
     /// When the source last sent a message.
@@ -44,6 +48,8 @@ impl Common {
             token,
             handover: DestinationState::Receiving,
             kind: SessionKind::PreCopy,
+            missing_pages: 0,
+            has_fetched: false,
             failure: None,
             last_heard: now,
             links: Links::default(),

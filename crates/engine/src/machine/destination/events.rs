@@ -32,6 +32,8 @@ impl Phase {
             Input::LaneJoined { lane } => self.on_lane_joined(common, now, lane),
             Input::Superseded => self.on_superseded(common, now),
             Input::Failed(error) => self.fail(common, now, error),
+            // The guest runs here, so there is nothing to cancel.
+            Input::Cancel if common.handover.may_run() => self,
             Input::Cancel => {
                 let during = self.name();
                 self.fail(common, now, MigrateError::Cancelled { during })
@@ -47,10 +49,11 @@ impl Phase {
             Input::Hashed(hash, took) => self.on_hashed(common, hash, took),
             Input::IntentWritten(result) => {
                 let written = DestinationEvent::IntentWritten(common.kind);
-                self.on_journal(common, now, result, written)
+                self.on_journal(common, now, result, written).go_on_fetching(common, now)
             }
             Input::Fetched => {
-                self.hand_over(common, now, LinkId::CONTROL, DestinationEvent::Fetched)
+                common.has_fetched = true;
+                self.go_on_fetching(common, now)
             }
             Input::FetchedWritten(result) => {
                 self.on_journal(common, now, result, DestinationEvent::FetchedWritten)
@@ -86,6 +89,7 @@ impl Phase {
                     release,
                     streams,
                     used_bytes,
+                    fetch_lanes,
                 },
                 Self::AwaitBegin(waiting),
             ) => {
@@ -100,18 +104,25 @@ impl Phase {
                     release,
                     streams,
                     used_bytes,
+                    fetch_lanes,
                 };
                 waiting.on_begin(common, begin)
             }
             (
-                ControlMessage::Final { lane_sequences, digest, state, paused },
+                ControlMessage::Final { lane_sequences, digest, state, paused, kind },
                 Self::Receiving(session),
-            ) => session.on_final(common, now, lane_sequences, Final { digest, state, paused }),
+            ) => {
+                let last = Final { digest, state, paused, kind };
+                session.on_final(common, now, lane_sequences, last)
+            }
             (
                 ControlMessage::Withdraw {},
                 phase
                 @ (Self::Receiving(_) | Self::Placing(_) | Self::Hashing(_) | Self::PutOff(_)),
-            ) => phase.withdraw(),
+            ) => phase.withdraw(common),
+            (ControlMessage::Lacking { slot, first, bits }, Self::Receiving(session)) => {
+                session.on_lacking(common, now, (slot, first), &bits)
+            }
             (ControlMessage::Verify {}, phase) if phase.takes_verify(common) => {
                 phase.on_verify(common)
             }

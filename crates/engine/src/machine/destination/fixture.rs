@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
+use vmferry_handover::SessionKind;
 use vmferry_memory::{SlotId, SlotLayout};
-use vmferry_wire::{ControlMessage, GuestIdentity, SessionId, Token};
+use vmferry_wire::{ControlMessage, FetchLanes, GuestIdentity, SessionId, Token};
 
 use super::Destination;
-use super::io::{Input, LinkId};
+use super::io::{Input, LinkId, Prepared};
 use crate::config::Timeouts;
 use crate::machine::peer::DestinationSide;
 
@@ -34,7 +35,13 @@ pub fn finish(destination: &mut Destination) {
     let (lane_sequences, state) = (vec![1], [5].into());
     heard(
         destination,
-        ControlMessage::Final { lane_sequences, digest: DIGEST, state, paused: false },
+        ControlMessage::Final {
+            lane_sequences,
+            digest: DIGEST,
+            state,
+            paused: false,
+            kind: SessionKind::PreCopy,
+        },
     );
 }
 
@@ -54,9 +61,10 @@ pub fn receiving(verify: bool) -> Destination {
         release: None,
         streams: false,
         used_bytes: Vec::new(),
+        fetch_lanes: Some(FetchLanes { faults: 1, background: 1 }),
     };
     heard(&mut destination, begin);
-    destination.handle(now, Input::Prepared(Ok(())));
+    destination.handle(now, Input::Prepared(Ok(Prepared { post_copy: true })));
     destination.handle(now, Input::Opened(Ok(())));
     while destination.next_action().is_some() {}
     assert_phase!(destination, Receiving);

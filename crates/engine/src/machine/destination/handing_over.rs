@@ -7,6 +7,7 @@ use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionWord};
 use super::common::{Common, micros};
 use super::io::{Action, LinkId, Report};
 use super::phase::{Deciding, Phase, Verification};
+use crate::causes::chain;
 use crate::error::MigrateError;
 use vmferry_handover::{DestinationEffect, DestinationEvent, DestinationState};
 
@@ -74,7 +75,10 @@ impl Phase {
                 *since = now;
             }
             common.report(Report::WaitingForWord);
-        } else if common.failure.is_none() && !common.handover.is_final() {
+        } else if common.failure.is_none()
+            && !common.handover.is_final()
+            && !common.handover.may_run()
+        {
             common.failure = Some(error);
         }
         self.hand_over(common, now, LinkId::CONTROL, DestinationEvent::LinkLost)
@@ -82,6 +86,11 @@ impl Phase {
 
     pub(super) fn fail(self, common: &mut Common, now: Duration, error: MigrateError) -> Self {
         if common.handover.is_final() {
+            return self;
+        }
+        if common.handover.may_run() {
+            // The guest runs on, and waits for its missing pages.
+            common.report(Report::FetchingFailed { reason: chain(&error) });
             return self;
         }
         if self.is_before_acceptance() {
@@ -117,6 +126,7 @@ impl Phase {
                 }
                 (DestinationEffect::WriteFetched, _) => common.act(Action::WriteFetched),
                 (DestinationEffect::SendFetching, _) => {
+                    common.report(Report::Fetching { pages: common.missing_pages });
                     let message = ControlMessage::Answer { session, word: SessionWord::Fetching };
                     common.act(Action::Broadcast(message));
                 }

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use vmferry_memory::{GuestBytes, PageSet, WholeHash};
-use vmferry_wire::{ControlMessage, Release, SessionId};
+use vmferry_wire::{ControlMessage, FetchLanes, Release, SessionId};
 
 use crate::error::MigrateError;
 use crate::vmm::GuestDescription;
@@ -59,7 +59,7 @@ pub enum Input {
     /// The source has reconnected with the announcement of a guest, and abandons this session.
     Superseded,
     /// The VMM has allocated the machine's memory, or refuses.
-    Prepared(Result<(), MigrateError>),
+    Prepared(Result<Prepared, MigrateError>),
     /// OPEN is on disk, or is not.
     Opened(Result<(), MigrateError>),
     /// A lane has placed everything up to the end of a round. Several threads place its frames, so
@@ -115,6 +115,13 @@ impl Input {
     }
 }
 
+/// What the VMM has prepared for a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Prepared {
+    /// Whether the guest can run there before all its pages have arrived.
+    pub post_copy: bool,
+}
+
 /// An action. The input named after the colon reports its result.
 #[derive(Debug)]
 pub enum Action {
@@ -143,6 +150,14 @@ pub enum Action {
     ExpectLanes {
         /// The number of lanes.
         lanes: u8,
+        /// The fetch lanes that may be opened too.
+        fetch_lanes: Option<FetchLanes>,
+    },
+    /// Free outdated versions of these pages, and fetch them from now on when they are touched. The
+    /// data channels are no longer needed. With an error: `Failed`.
+    FetchMissing {
+        /// Pages that only the source has.
+        missing: PageSet,
     },
     /// Sum up the hashes of all pages as last placed: `Digest`.
     SumDigest,
@@ -167,7 +182,7 @@ pub enum Action {
         /// Why, for people.
         reason: String,
     },
-    /// Run the guest: `Started`.
+    /// Run the guest, and fetch all missing pages: `Started`, and then `Fetched` with post-copy.
     Run,
     /// Discard the guest's memory and state.
     Discard,
@@ -222,6 +237,18 @@ pub enum Report {
     WaitingForWord,
     /// The guest runs here.
     Running,
+    /// The guest runs here, and this number of pages are still at the source.
+    Fetching {
+        /// The missing pages.
+        pages: u64,
+    },
+    /// The last missing page has arrived.
+    Fetched,
+    /// Something failed while the guest runs here and lacks pages.
+    FetchingFailed {
+        /// The cause, in words.
+        reason: String,
+    },
     /// The guest is here, paused as it was at the source.
     Paused,
 }

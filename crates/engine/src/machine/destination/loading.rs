@@ -7,7 +7,7 @@ use super::common::{Common, protocol};
 use super::io::{Action, LinkId};
 use super::phase::{Deciding, Final, Loading, Phase, Placing, Session, Summing, Verification};
 use crate::error::MigrateError;
-use vmferry_handover::DestinationEvent;
+use vmferry_handover::{DestinationEvent, SessionKind};
 
 impl Session {
     pub(super) fn on_final(
@@ -25,6 +25,11 @@ impl Session {
             );
             return Phase::Receiving(self).fail(common, now, protocol(reason));
         }
+        if last.kind == SessionKind::PostCopy && self.lacking.is_none() {
+            let reason = "FINAL with post-copy, which this side has not accepted".into();
+            return Phase::Receiving(self).fail(common, now, protocol(reason));
+        }
+        common.kind = last.kind;
         Placing { session: self, lane_sequences, last, since: now }.check_placed(common)
     }
 }
@@ -60,11 +65,17 @@ impl Phase {
 }
 
 impl Placing {
-    fn check_placed(self, common: &mut Common) -> Phase {
+    fn check_placed(mut self, common: &mut Common) -> Phase {
         // A disconnected source may have resumed its guest, and sends FINAL again after it has
         // reconnected.
         if common.is_waiting_for_source() || self.session.lane_ends != self.lane_sequences {
             return Phase::Placing(self);
+        }
+        if self.last.kind == SessionKind::PostCopy
+            && let Some(missing) = self.session.lacking.take()
+        {
+            common.missing_pages = missing.count();
+            common.act(Action::FetchMissing { missing });
         }
         common.act(Action::SumDigest);
         Phase::Summing(Summing { session: self.session, last: self.last })
@@ -90,7 +101,7 @@ impl Summing {
 impl Session {
     /// Lets the VMM load the state. From here on nothing can be withdrawn.
     pub(super) fn load(self, common: &mut Common, last: Final) -> Phase {
-        let Final { digest, state, paused } = last;
+        let Final { digest, state, paused, kind: _ } = last;
         common.act(Action::Load { state, paused });
         Phase::Loading(Loading { session: self, digest, paused })
     }
@@ -123,7 +134,8 @@ mod tests {
             machine.handle(Duration::ZERO, Input::LaneEnded { lane: 0, sequence });
         }
         let (lane_sequences, state) = (vec![9], GuestBytes::new());
-        let last = ControlMessage::Final { lane_sequences, digest: 0, state, paused: false };
+        let kind = SessionKind::PreCopy;
+        let last = ControlMessage::Final { lane_sequences, digest: 0, state, paused: false, kind };
         heard(&mut machine, last);
         assert_phase!(machine, Summing);
     }

@@ -15,6 +15,8 @@ pub(super) struct Links {
     /// The loss of a control channel that the source may reestablish.
     pub(super) control: Option<Loss>,
     lanes: Vec<LostLane>,
+    /// Fetch lanes, for which a running guest waits however long it takes.
+    fetch_lanes: Vec<LostLane>,
 }
 
 /// The loss of a data channel that the source may reestablish.
@@ -26,7 +28,13 @@ struct LostLane {
 
 impl Default for Links {
     fn default() -> Self {
-        Self { is_up: true, reconnect: Duration::ZERO, control: None, lanes: Vec::new() }
+        Self {
+            is_up: true,
+            reconnect: Duration::ZERO,
+            control: None,
+            lanes: Vec::new(),
+            fetch_lanes: Vec::new(),
+        }
     }
 }
 
@@ -46,17 +54,23 @@ impl Links {
 
     /// Whether the loss of a lane is already known.
     pub(super) fn is_lane_lost(&self, lane: u8) -> bool {
-        self.lanes.iter().any(|lost| lost.lane == lane)
+        self.lanes.iter().chain(&self.fetch_lanes).any(|lost| lost.lane == lane)
     }
 
     pub(super) fn lose_lane(&mut self, lane: u8, loss: Loss) {
         self.lanes.push(LostLane { lane, loss });
     }
 
+    pub(super) fn lose_fetch_lane(&mut self, lane: u8, loss: Loss) {
+        self.fetch_lanes.push(LostLane { lane, loss });
+    }
+
     /// A lane has a channel. Returns its loss, if there was one.
     pub(super) fn restore_lane(&mut self, lane: u8) -> Option<Loss> {
-        let index = self.lanes.iter().position(|lost| lost.lane == lane)?;
-        Some(self.lanes.swap_remove(index).loss)
+        [&mut self.lanes, &mut self.fetch_lanes].into_iter().find_map(|lanes| {
+            let index = lanes.iter().position(|lost| lost.lane == lane)?;
+            Some(lanes.swap_remove(index).loss)
+        })
     }
 
     /// How long to wait for a lost channel. After the loss of a data channel, the control channel

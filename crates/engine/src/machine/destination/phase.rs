@@ -3,8 +3,9 @@
 
 use std::time::Duration;
 
+use vmferry_handover::SessionKind;
 use vmferry_memory::{GuestBytes, PageSet, SlotLayout};
-use vmferry_wire::SessionId;
+use vmferry_wire::{FetchLanes, SessionId};
 
 /// The present phase. The diagram in [`destination`](super) has the order.
 #[derive(Debug)]
@@ -36,6 +37,7 @@ pub(super) struct Announced {
     pub(super) lanes: u8,
     pub(super) layout: Vec<SlotLayout>,
     pub(super) verification: Verification,
+    pub(super) fetch_lanes: Option<FetchLanes>,
 }
 
 /// A session whose guest is accepted. It is in the journal.
@@ -49,6 +51,9 @@ pub(super) struct Session {
     /// Pages to leave out of the hash, once the source has named any.
     pub(super) free: Option<PageSet>,
     pub(super) hash: HashRun,
+    /// Pages that only the source has, as far as it has named them. `None` if this guest can't run
+    /// before all its pages have arrived.
+    pub(super) lacking: Option<PageSet>,
 }
 
 /// Whether both memories are compared. The time for it counts from READY, whenever VERIFY arrives.
@@ -85,6 +90,7 @@ pub(super) struct Final {
     pub(super) state: GuestBytes,
     /// The guest was paused at the source before the migration, and stays paused.
     pub(super) paused: bool,
+    pub(super) kind: SessionKind,
 }
 
 /// Everything is placed, and its digest is being summed up.

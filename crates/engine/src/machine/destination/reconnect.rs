@@ -12,7 +12,7 @@ use super::phase::{Hashing, Phase, Placing};
 use crate::causes::chain;
 use crate::error::MigrateError;
 use crate::link::{Loss, channel_name};
-use vmferry_handover::DestinationState;
+use vmferry_handover::{DestinationState, SessionKind};
 
 impl Phase {
     /// Whether a source that has lost its control channel may continue this session on another one.
@@ -50,11 +50,11 @@ impl Phase {
         if let Some(loss) = common.links.control.take() {
             common.report_return(now, None, &loss);
         }
-        self.withdraw()
+        self.withdraw(common)
     }
 
     /// Continues to receive: the guest runs on at the source.
-    pub(super) fn withdraw(self) -> Self {
+    pub(super) fn withdraw(self, common: &mut Common) -> Self {
         let mut session = match self {
             Self::Receiving(session)
             | Self::Placing(Placing { session, .. })
@@ -63,6 +63,10 @@ impl Phase {
             phase => return phase,
         };
         session.withdraw_verify();
+        if let Some(lacking) = &mut session.lacking {
+            lacking.clear_all();
+        }
+        common.kind = SessionKind::PreCopy;
         Self::Receiving(session)
     }
 
@@ -73,6 +77,9 @@ impl Phase {
         lane: u8,
         error: MigrateError,
     ) -> Self {
+        if self.is_fetch_lane(lane) {
+            return self.on_fetch_lane_lost(common, now, lane, &error);
+        }
         // Once everything is placed, data channels are no longer needed.
         let needed = matches!(self, Self::Receiving(_) | Self::Placing(_));
         if needed && !common.handover.is_final() && !common.links.is_lane_lost(lane) {
@@ -108,7 +115,7 @@ impl Common {
         self.links.control.is_some()
     }
 
-    fn report_loss(&mut self, lane: Option<u8>, error: &MigrateError) {
+    pub(super) fn report_loss(&mut self, lane: Option<u8>, error: &MigrateError) {
         self.report(Report::LinkLost { channel: channel_name(lane), reason: chain(error) });
     }
 

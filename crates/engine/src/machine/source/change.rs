@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::config::{BandwidthCap, RoundLimit, ThrottleLimit};
+use crate::config::{BandwidthCap, PostCopy, RoundLimit, ThrottleLimit};
 
 /// The settings to change. A setting that is `None` is not changed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -15,6 +15,8 @@ pub struct Change {
     pub max_rounds: Option<RoundLimit>,
     /// The most percent of their time that the vCPUs may lose; 0 removes the throttling.
     pub throttle: Option<ThrottleLimit>,
+    /// Whether to switch over with post-copy.
+    pub post_copy: Option<PostCopy>,
 }
 
 impl Change {
@@ -24,5 +26,6 @@ impl Change {
         self.downtime_limit = later.downtime_limit.or(self.downtime_limit);
         self.max_rounds = later.max_rounds.or(self.max_rounds);
         self.throttle = later.throttle.or(self.throttle);
+        self.post_copy = later.post_copy.or(self.post_copy);
     }
 }

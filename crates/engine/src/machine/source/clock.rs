@@ -43,9 +43,11 @@ impl Phase {
 
     /// Whether messages are expected on the control channel.
     pub(super) fn listens(&self, common: &Common) -> bool {
-        !matches!(common.handover, SourceState::InDoubt { .. } | SourceState::Serving)
-            && !self.is_done()
-            && common.links.is_control_up()
+        let is_asking = match self {
+            Self::Serving(serving) => !serving.is_heard,
+            _ => matches!(common.handover, SourceState::InDoubt { .. }),
+        };
+        !is_asking && !self.is_done() && common.links.is_control_up()
     }
 
     /// The deadline of the present wait.
@@ -68,8 +70,16 @@ impl Phase {
             Self::Verifying(_) => ("the hash of this host's memory", timeouts.verify),
             Self::HandingOver(_) => ("RUNNING", timeouts.running),
             Self::Asking(_) => ("the destination's word", timeouts.running),
+            Self::Serving(serving) if !serving.is_heard => {
+                ("the destination's word", timeouts.running)
+            }
+            // However long the destination takes to fetch all pages.
+            Self::Serving(_) => return None,
             // Bounded by the VMM and the kernel, which the engine calls and waits for.
-            Self::Harvesting(_) | Self::Pausing(_) | Self::LastHarvest(_) => return None,
+            Self::Harvesting(_)
+            | Self::OpeningFetch(_)
+            | Self::Pausing(_)
+            | Self::LastHarvest(_) => return None,
             Self::Done => return None,
         };
         Some(Deadline { at: common.wait.since + after, what, after })

@@ -7,6 +7,7 @@ use super::io::{Action, Report};
 use super::links::Links;
 use super::pace::Pace;
 use super::pings::{Pings, Wait};
+use super::post_copy::PostCopyPlan;
 use crate::config::{SourceConfig, Timeouts};
 use crate::error::MigrateError;
 use crate::machine::peer::{SourceSide, UnknownFields};
@@ -14,6 +15,9 @@ use crate::rounds::tracker::RoundTracker;
 use crate::stats::SourceStats;
 use crate::vmm::GuestDescription;
 use vmferry_handover::{SessionKind, SourceState};
+
+/// The first protocol version that can announce fetch lanes.
+const FIELDS_SINCE: u16 = 2;
 
 /// The state that outlives the phases.
 #[derive(Debug)]
@@ -25,6 +29,7 @@ pub(super) struct Common {
     /// Why the guest was not migrated, as far as that is known.
     pub(super) failure: Option<MigrateError>,
     pub(super) pace: Pace,
+    pub(super) post_copy: PostCopyPlan,
     pub(super) rounds: RoundTracker,
     pub(super) links: Links,
     pub(super) pings: Pings,
@@ -53,12 +58,15 @@ impl Common {
         our_side: SourceSide,
         now: Duration,
     ) -> Self {
+        let can_fetch = !our_side.streams && our_side.protocol >= FIELDS_SINCE && !config.verify;
+        let announced = can_fetch.then(|| config.fetch_lanes());
         let memory_pages: u64 = guest.layout.iter().map(|slot| slot.pages).sum();
         Self {
             handover: SourceState::Holding,
             kind: SessionKind::PreCopy,
             failure: None,
             pace: Pace::new(&config, now),
+            post_copy: PostCopyPlan::new(config.post_copy, announced),
             rounds: RoundTracker::new(config.channels.get()),
             links: Links::new(config.channels.get()),
             pings: Pings::new(now),
@@ -82,6 +90,11 @@ impl Common {
 
     pub(super) fn timeouts(&self) -> &Timeouts {
         &self.config.timeouts
+    }
+
+    /// Whether this is the number of a fetch lane, and not of a data lane.
+    pub(super) fn is_fetch_lane(&self, lane: u8) -> bool {
+        lane >= self.config.channels.get()
     }
 
     /// Begins the wait of a phase.

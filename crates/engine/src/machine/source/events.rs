@@ -11,7 +11,7 @@ use super::opening::{Acceptance, from_release};
 use super::passes::Pass;
 use super::phase::{Found, Phase};
 use crate::error::MigrateError;
-use vmferry_handover::{SourceEvent, SourceState};
+use vmferry_handover::{SessionKind, SourceEvent, SourceState};
 
 impl Phase {
     /// Processes an event, and returns the phase that follows.
@@ -24,11 +24,20 @@ impl Phase {
             Input::LinkLost(error) => return self.on_control_lost(common, now, error),
             Input::Resumed => return self.on_resumed(common, now),
             Input::NotResumed(error) => return self.on_not_restored(common, now, None, error),
+            Input::LaneLost { lane, error, .. } if common.is_fetch_lane(lane) => {
+                return self.on_fetch_lane_lost(common, now, lane, error);
+            }
             Input::LaneLost { lane, error, .. } => {
                 return self.on_lane_lost(common, now, lane, error);
             }
+            Input::LaneRejoined { lane, .. } if common.is_fetch_lane(lane) => {
+                return self.on_fetch_lane_rejoined(common, now, lane);
+            }
             Input::LaneRejoined { lane, placed } => {
                 return self.on_lane_rejoined(common, now, lane, placed);
+            }
+            Input::LaneNotRejoined { lane, .. } if common.is_fetch_lane(lane) => {
+                return self.on_fetch_lane_not_rejoined(common, lane);
             }
             Input::LaneNotRejoined { lane, error } => {
                 return self.on_not_restored(common, now, Some(lane), error);
@@ -37,6 +46,7 @@ impl Phase {
             Input::Cancel => return self.on_cancel(common, now),
             Input::SwitchOver => return self.on_switch_over(common, now),
             Input::Operator(word) => return self.on_operator(common, now, word),
+            Input::GiveUp => return self.on_give_up(common, now),
             Input::CommitWritten(result) => return self.on_commit_written(common, now, result),
             Input::UnknownFields { message, fields } => common.on_unknown_fields(message, fields),
             Input::Resent { lane, frames, bytes } => common.on_resent(lane, frames, bytes),
@@ -61,7 +71,8 @@ impl Phase {
             (Input::LanesJoined, Self::Joining(joining)) => joining.on_lanes_joined(common, now),
             (Input::LaneSent { lane, end_sequence, totals }, phase) => {
                 common.rounds.sent(lane, end_sequence, totals);
-                if matches!(phase, Self::LastRound(_)) && common.rounds.all_sent() {
+                let is_last = matches!(phase, Self::LastRound(_));
+                if is_last && common.kind == SessionKind::PreCopy && common.rounds.all_sent() {
                     common.act(Action::SumDigest);
                 }
                 phase.finish_round(common, now)
@@ -75,6 +86,9 @@ impl Phase {
             }
             (Input::Harvested { pages, took, stood_still }, Self::Harvesting(harvesting)) => {
                 harvesting.on_harvested(common, now, Found { pages, took, stood_still })
+            }
+            (Input::FetchLanesJoined, Self::OpeningFetch(opening)) => {
+                opening.on_opened(common, now)
             }
             (Input::Paused { stood_still }, Self::Pausing(pausing)) => {
                 pausing.on_paused(common, now, stood_still)
@@ -100,11 +114,12 @@ impl Phase {
         let ours = common.config.session;
         match (message, self) {
             (
-                ControlMessage::Accept { token, release, algorithms, verifies_placed },
+                ControlMessage::Accept { token, release, algorithms, verifies_placed, post_copy },
                 Self::Announced(announced),
             ) => {
                 let algorithms = algorithms.unwrap_or(AlgorithmSet::VERSION_1);
-                let acceptance = Acceptance { token, release, algorithms, verifies_placed };
+                let acceptance =
+                    Acceptance { token, release, algorithms, verifies_placed, post_copy };
                 announced.on_accept(common, now, acceptance)
             }
             (

@@ -82,6 +82,7 @@ fn after_one_round_to(mut config: SourceConfig, verifies_placed: bool) -> Source
             release: None,
             algorithms: None,
             verifies_placed,
+            post_copy: true,
         }),
         Input::LanesJoined,
         sent(1),

@@ -6,7 +6,7 @@ use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionWord};
 
 use super::common::{Common, ms};
 use super::io::{Action, Report};
-use super::phase::{Asking, HandingOver, Pause, Phase};
+use super::phase::{Asking, HandingOver, Pause, Phase, Serving};
 use crate::error::MigrateError;
 use vmferry_handover::journal::Record;
 use vmferry_handover::{OperatorWord, SourceEffect, SourceEvent, SourceState};
@@ -63,7 +63,11 @@ impl Phase {
             common.failure = Some(MigrateError::EndedByPeer { peer: "destination", reason });
         }
         common.wait.since = now;
-        self.hand_over(common, now, SourceEvent::Word(word))
+        let phase = match self {
+            Self::Serving(serving) => serving.on_word(common, now),
+            phase => phase,
+        };
+        phase.hand_over(common, now, SourceEvent::Word(word))
     }
 
     pub(super) fn on_operator(
@@ -73,6 +77,12 @@ impl Phase {
         word: OperatorWord,
     ) -> Self {
         let (next, effects) = common.handover.step(SourceEvent::of_operator(word, common.kind));
+        self.follow(common, now, Step { next, effects, by_operator: true })
+    }
+
+    /// The operator gives up a guest that still lacks pages.
+    pub(super) fn on_give_up(self, common: &mut Common, now: Duration) -> Self {
+        let (next, effects) = common.handover.step(SourceEvent::GiveUp);
         self.follow(common, now, Step { next, effects, by_operator: true })
     }
 
@@ -121,9 +131,11 @@ impl Phase {
     pub(super) fn follow(self, common: &mut Common, now: Duration, step: Step) -> Self {
         let Step { next, effects, by_operator } = step;
         let before = std::mem::replace(&mut common.handover, next);
-        let phase = match (next, self) {
+        let mut phase = match (next, self) {
+            (SourceState::Serving, phase @ Self::Serving(_)) => phase,
+            (SourceState::Serving, phase) => phase.begin_serving(common, now),
             (_, Self::Asking(asking)) => Self::Asking(asking),
-            (SourceState::InDoubt { .. } | SourceState::Serving, phase) => {
+            (SourceState::InDoubt { .. }, phase) => {
                 let (pause, since) = (phase.pause(), phase.promised_at().unwrap_or(now));
                 Self::Asking(Asking { pause, since })
             }
@@ -149,6 +161,9 @@ impl Phase {
                     let delay = if first { Duration::ZERO } else { common.timeouts().ask };
                     common.wait.since = now + delay;
                     common.act(Action::Ask { delay });
+                    if let Self::Serving(serving) = phase {
+                        phase = serving.on_ask();
+                    }
                 }
                 SourceEffect::WriteKept => {
                     common.act(Action::WriteOutcome(Record::Kept { by_operator }));
@@ -168,7 +183,7 @@ impl Phase {
     }
 
     /// When READY was accepted, if it was.
-    fn promised_at(&self) -> Option<Duration> {
+    pub(super) fn promised_at(&self) -> Option<Duration> {
         match self {
             Self::HandingOver(HandingOver { since, .. }) | Self::Asking(Asking { since, .. }) => {
                 Some(*since)
@@ -182,6 +197,9 @@ impl Phase {
         let stats = &mut common.stats;
         let verify = stats.verify_ms;
         stats.total_ms = ms(now.saturating_sub(common.pace.log_started)) - verify;
+        if let Self::Serving(Serving { since, .. }) = &self {
+            stats.serving_ms = ms(now.saturating_sub(*since));
+        }
         if let Some(pause) = self.pause() {
             stats.downtime_ms = ms(now.saturating_sub(pause.since)) - verify;
         }

@@ -68,6 +68,9 @@ impl Common {
         }
         self.config.max_rounds = change.max_rounds.unwrap_or(self.config.max_rounds);
         self.pace.predictor.set_limits(self.config.limits());
+        if let Some(policy) = change.post_copy {
+            self.change_post_copy(policy);
+        }
         let set_most = |most: ThrottleLimit| self.pace.throttle.set_most(most.get());
         if let Some(percent) = change.throttle.and_then(set_most) {
             self.throttle(percent);

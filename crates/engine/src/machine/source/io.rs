@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use vmferry_memory::{GuestBytes, WholeHash};
-use vmferry_wire::{AlgorithmSet, ControlMessage, Release, Token};
+use vmferry_wire::{AlgorithmSet, ControlMessage, FetchLanes, Release, Token};
 
 use super::change::Change;
 use crate::error::MigrateError;
@@ -66,6 +66,8 @@ pub enum Input {
     },
     /// All data channels are open and greeted.
     LanesJoined,
+    /// All fetch lanes are open and greeted.
+    FetchLanesJoined,
     /// The dirty log is running, and the populated pages are known.
     LogStarted {
         /// Pages of the first round.
@@ -165,6 +167,8 @@ pub enum Input {
     SwitchOver,
     /// The operator resolves a handover in doubt.
     Operator(OperatorWord),
+    /// The operator gives up a guest whose destination is lost permanently and still lacks pages.
+    GiveUp,
     /// Time has passed.
     Tick,
 }
@@ -176,6 +180,15 @@ pub enum Action {
     Send(ControlMessage),
     /// Open the data channels with this token: `LanesJoined`.
     OpenLanes(Token),
+    /// Open all fetch lanes, and close those that are open: `FetchLanesJoined`.
+    OpenFetchLanes {
+        /// The session's token.
+        token: Token,
+        /// Their numbers.
+        lanes: FetchLanes,
+        /// How often each was dialed before.
+        attempts: Vec<u64>,
+    },
     /// Reestablish the control channel, not before `delay`: `Resumed` or `NotResumed`.
     ResumeControl {
         /// The session's token.
@@ -238,6 +251,13 @@ pub enum Action {
     Save,
     /// Sum up the hashes of all pages as last sent: `Digest`.
     SumDigest,
+    /// Send [`ControlMessage::Lacking`] for all pages that were not sent, and forget their hashes.
+    TellLacking,
+    /// Answer requests on fetch lanes from now on.
+    ServePages {
+        /// The number of the round that these pages count as.
+        round: u32,
+    },
     /// Send [`ControlMessage::Free`] for the pages whose content the destination need not have.
     TellFree,
     /// Hash the whole paused memory without those pages, concurrently: `Hashed`.
@@ -338,10 +358,27 @@ pub enum Report {
         /// The predicted downtime, in milliseconds.
         predicted_downtime_ms: f64,
     },
+    /// The guest is paused for a switchover with post-copy.
+    PostCopy {
+        /// The number of the round that the missing pages count as.
+        round: u32,
+        /// Pages that the destination lacks, which its guest fetches while it runs.
+        pages: u64,
+    },
+    /// The user wants post-copy, and it can't be used. The migration continues without it.
+    PostCopyUnavailable {
+        /// Why.
+        why: &'static str,
+    },
     /// The destination is ready.
     Ready,
     /// COMMIT is journaled. This side can no longer resume the guest on its own.
     Committed,
+    /// The destination runs the guest, and fetches pages of its memory from here.
+    Serving {
+        /// Pages that the destination lacked at the switchover.
+        pages: u64,
+    },
     /// The destination can't be reached after COMMIT. The guest stays paused.
     InDoubt {
         /// The cause, in words.

@@ -56,6 +56,12 @@ impl Links {
         }
     }
 
+    /// No channel of these is needed any more, or others have replaced them.
+    pub(super) fn forget_losses(&mut self) {
+        self.control.loss = None;
+        self.lanes.iter_mut().for_each(|link| link.loss = None);
+    }
+
     /// When the timeout of the first lost channel expires.
     pub(super) fn deadline(&self, patience: Duration) -> Option<Duration> {
         self.all().filter_map(|link| link.loss.as_ref()).map(|loss| loss.since + patience).min()

@@ -20,6 +20,8 @@ pub(super) struct Acceptance {
     pub(super) algorithms: AlgorithmSet,
     /// Whether it hashes its memory before it loads the state.
     pub(super) verifies_placed: bool,
+    /// Whether it can run the guest before all its pages have arrived.
+    pub(super) post_copy: bool,
 }
 
 impl Announced {
@@ -29,7 +31,8 @@ impl Announced {
         now: Duration,
         acceptance: Acceptance,
     ) -> Phase {
-        let Acceptance { token, release, algorithms: known, verifies_placed } = acceptance;
+        let Acceptance { token, release, algorithms: known, verifies_placed, post_copy } =
+            acceptance;
         common.stats.destination = release;
         common.verification.before_load = verifies_placed;
         if let CompressionWay::Fixed(method) = common.config.compression.way
@@ -37,6 +40,9 @@ impl Announced {
         {
             let algorithm = method.algorithm();
             let error = MigrateError::Undecodable { algorithm, known };
+            return Phase::Announced(self).fail(common, now, error);
+        }
+        if let Err(error) = common.agree_on_post_copy(post_copy) {
             return Phase::Announced(self).fail(common, now, error);
         }
         common.act(Action::PackWith(known));

@@ -51,7 +51,8 @@ impl Sending {
         common.foretell(harvest);
         let predictor = &common.pace.predictor;
         match predictor.decide(harvest) {
-            Decision::AnotherRound => phase,
+            // A VMM that streams its guest has no post-copy here.
+            Decision::AnotherRound | Decision::PostCopy => phase,
             // If it fits, the VMM stops the guest itself.
             Decision::SwitchOver
                 if predictor.predict(pass.pages) <= common.config.downtime_limit =>
@@ -80,7 +81,7 @@ impl Sending {
         common.report(Report::Paused { predicted_downtime_ms: ms(expected) });
         common.turn(totals, RoundStart { now, paused: true, ..RoundStart::default() });
         common.begin_wait(now);
-        let phase = Phase::LastRound(LastRound::new(pause));
+        let phase = Phase::LastRound(LastRound::new(pause, now));
         if !common.links.are_up() {
             let error = MigrateError::LinkLost {
                 channel: "data".into(),

@@ -13,6 +13,7 @@ pub(super) enum Phase {
     Joining(Joining),
     Sending(Sending),
     Harvesting(Harvesting),
+    OpeningFetch(OpeningFetch),
     Pausing(Pausing),
     LastHarvest(LastHarvest),
     LastRound(LastRound),
@@ -20,6 +21,7 @@ pub(super) enum Phase {
     Verifying(Verifying),
     HandingOver(HandingOver),
     Asking(Asking),
+    Serving(Serving),
     Done,
 }
 
@@ -60,6 +62,12 @@ pub(super) enum Withdrawal {
 #[derive(Debug)]
 pub(super) struct Harvesting;
 
+/// The fetch lanes are being opened, and the guest still runs.
+#[derive(Debug)]
+pub(super) struct OpeningFetch {
+    pub(super) found: Found,
+}
+
 /// The guest is being paused.
 #[derive(Debug)]
 pub(super) struct Pausing;
@@ -70,10 +78,13 @@ pub(super) struct LastHarvest {
     pub(super) pause: Pause,
 }
 
-/// The last round is being sent, and the state is being saved.
+/// The last round is being sent, and the state is being saved. With post-copy there is no last
+/// round.
 #[derive(Debug)]
 pub(super) struct LastRound {
     pub(super) pause: Pause,
+    /// When the last harvest was done.
+    pub(super) since: Duration,
     /// The VMM's state, once it is saved.
     pub(super) state: Option<GuestBytes>,
     /// The digest of everything that was sent, once all lanes have sent everything.
@@ -118,6 +129,15 @@ pub(super) struct Asking {
     pub(super) since: Duration,
 }
 
+/// The destination runs the guest and fetches pages of its memory from here.
+#[derive(Debug)]
+pub(super) struct Serving {
+    /// When the destination first said so.
+    pub(super) since: Duration,
+    /// Whether the present channel carries the destination's messages. If not, it is being asked.
+    pub(super) is_heard: bool,
+}
+
 /// Pages that a harvest found.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Found {
@@ -149,12 +169,13 @@ impl Phase {
     pub(super) fn name(&self) -> &'static str {
         match self {
             Self::Announced(_) | Self::Joining(_) => "the negotiation",
-            Self::Sending(_) | Self::Harvesting(_) => "pre-copy",
+            Self::Sending(_) | Self::Harvesting(_) | Self::OpeningFetch(_) => "pre-copy",
             Self::Pausing(_) | Self::LastHarvest(_) => "the pause",
             Self::LastRound(_) => "the last round",
             Self::AwaitReady(_) => "the wait for READY",
             Self::Verifying(_) => "the comparison of both memories",
             Self::HandingOver(_) | Self::Asking(_) => "the handover",
+            Self::Serving(_) => "post-copy",
             Self::Done => "the end",
         }
     }
@@ -176,7 +197,9 @@ impl Phase {
             | Self::Joining(_)
             | Self::Sending(_)
             | Self::Harvesting(_)
+            | Self::OpeningFetch(_)
             | Self::Pausing(_)
+            | Self::Serving(_)
             | Self::Done => None,
         }
     }

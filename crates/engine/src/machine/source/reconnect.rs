@@ -15,10 +15,10 @@ use super::phase::{AwaitReady, LastRound, Phase, Sending, Withdrawal};
 use crate::causes::chain;
 use crate::error::{ErrorClass, MigrateError};
 use crate::link::{EXPLANATION, Loss, channel_name};
-use vmferry_handover::{SourceEvent, SourceState};
+use vmferry_handover::{SessionKind, SourceEvent, SourceState};
 
 /// Interval between two attempts to reestablish a channel.
-const RETRY: Duration = Duration::from_millis(200);
+pub(super) const RETRY: Duration = Duration::from_millis(200);
 
 impl Phase {
     /// How long to wait for a lost channel. After the loss of a data channel, the control channel
@@ -35,7 +35,9 @@ impl Phase {
     /// is promised.
     fn may_reconnect(&self, common: &Common) -> bool {
         // A VMM that has stopped its guest can't resume it and still continue its streams.
-        let too_late = common.our_side.streams && !matches!(self, Self::Sending(_));
+        let too_late = common.our_side.streams && !matches!(self, Self::Sending(_))
+            || common.kind == SessionKind::PostCopy
+                && matches!(self, Self::LastRound(_) | Self::AwaitReady(_));
         common.handover == SourceState::Holding
             && !common.timeouts().reconnect.is_zero()
             && !too_late
@@ -43,6 +45,7 @@ impl Phase {
                 self,
                 Self::Sending(_)
                     | Self::Harvesting(_)
+                    | Self::OpeningFetch(_)
                     | Self::Pausing(_)
                     | Self::LastHarvest(_)
                     | Self::LastRound(_)
@@ -88,7 +91,11 @@ impl Phase {
         let needed = match self {
             // All frames of this lane have arrived, or all of them will be sent again.
             Self::AwaitReady(_) => !common.rounds.is_lane_done(lane),
-            Self::Verifying(_) | Self::HandingOver(_) | Self::Asking(_) | Self::Done => false,
+            Self::Verifying(_)
+            | Self::HandingOver(_)
+            | Self::Asking(_)
+            | Self::Serving(_)
+            | Self::Done => false,
             _ => true,
         };
         if !needed {
@@ -120,7 +127,7 @@ impl Phase {
     /// Resumes the guest if it was paused and not everything is known to have arrived.
     pub(super) fn recall(self, common: &mut Common, now: Duration) -> Self {
         match self {
-            phase if common.our_side.streams => phase,
+            phase if common.our_side.streams || common.kind == SessionKind::PostCopy => phase,
             Self::LastRound(last) => last.recall(common, now),
             Self::AwaitReady(waiting) => waiting.recall(common, now),
             phase => phase,

@@ -92,7 +92,11 @@ impl Harvesting {
             Decision::AnotherRound
         };
         let next = match decision {
-            Decision::AnotherRound => {
+            decision if common.is_post_copy_due(&decision, harvest) => {
+                self.begin_post_copy(common, now, found)
+            }
+            // Without a destination that supports it, the migration has ended before.
+            Decision::AnotherRound | Decision::PostCopy => {
                 if let Some(percent) = common.pace.throttle.next(found.pages) {
                     common.throttle(percent);
                 }
@@ -168,8 +172,8 @@ impl Common {
         self.report(Report::Throttled { percent });
     }
 
-    /// Begins the switchover.
-    fn pause_guest(&mut self, now: Duration, pages: u64) -> Phase {
+    /// Begins the switchover, with this number of pages to send before FINAL.
+    pub(super) fn pause_guest(&mut self, now: Duration, pages: u64) -> Phase {
         let predicted = ms(self.pace.predictor.predict(pages));
         self.stats.predicted_downtime_ms = predicted;
         self.begin_wait(now);

@@ -11,6 +11,7 @@ use super::io::{Action, Report};
 use super::phase::{AwaitReady, LastHarvest, LastRound, Pause, Pausing, Phase};
 use crate::error::MigrateError;
 use crate::rounds::tracker::RoundStart;
+use vmferry_handover::SessionKind;
 
 /// The first protocol version that can announce a guest that stays paused.
 const PAUSED_SINCE: u16 = 2;
@@ -47,6 +48,11 @@ impl LastHarvest {
         took: Duration,
     ) -> Phase {
         common.stats.downtime.harvest_ms = ms(took);
+        if !common.links.are_up() {
+            common.kind = SessionKind::PreCopy;
+        } else if common.kind == SessionKind::PostCopy {
+            return self.pause.begin_post_copy(common, now, pages);
+        }
         common.start_round(RoundStart {
             now,
             pages,
@@ -55,7 +61,7 @@ impl LastHarvest {
             paused: true,
             ..RoundStart::default()
         });
-        let phase = Phase::LastRound(LastRound::new(self.pause));
+        let phase = Phase::LastRound(LastRound::new(self.pause, now));
         if !common.links.are_up() {
             // The link was lost while the guest was being paused.
             return phase.recall(common, now);
@@ -66,8 +72,9 @@ impl LastHarvest {
 }
 
 impl LastRound {
-    pub(super) fn new(pause: Pause) -> Self {
-        Self { pause, state: None, digest: None }
+    /// The last harvest was done at `since`.
+    pub(super) fn new(pause: Pause, since: Duration) -> Self {
+        Self { pause, since, state: None, digest: None }
     }
 
     /// The state is saved. `paused` means that another client has paused the guest.
@@ -97,19 +104,25 @@ impl LastRound {
 
     /// Sends FINAL once the state is saved and the digest is known.
     fn send_final(self, common: &mut Common, now: Duration) -> Phase {
-        let (pause, state, digest) = match self {
-            Self { pause, state: Some(state), digest: Some(digest) } => (pause, state, digest),
+        let (pause, since, state, digest) = match self {
+            Self { pause, since, state: Some(state), digest: Some(digest) } => {
+                (pause, since, state, digest)
+            }
             incomplete => return Phase::LastRound(incomplete),
         };
         let asks_now = common.config.verify && common.verification.before_load;
         let comparison = asks_now.then(|| common.request_comparison());
+        if common.kind == SessionKind::PostCopy {
+            common.act(Action::ServePages { round: common.rounds.round() + 1 });
+        }
         common.act(Action::Send(ControlMessage::Final {
             lane_sequences: common.rounds.end_sequences(),
             digest,
             state,
             paused: common.guest_is_paused,
+            kind: common.kind,
         }));
-        common.stats.downtime.send_ms = ms(now.saturating_sub(common.rounds.started()));
+        common.stats.downtime.send_ms = ms(now.saturating_sub(since));
         common.begin_wait(now);
         Phase::AwaitReady(AwaitReady { pause, digest, sent_at: now, comparison })
     }

@@ -180,6 +180,7 @@ pub fn begin(session: SessionId) -> ControlMessage {
         release: None,
         streams: false,
         used_bytes: Vec::new(),
+        fetch_lanes: None,
     }
 }
 

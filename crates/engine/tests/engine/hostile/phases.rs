@@ -49,6 +49,7 @@ impl Destination {
             digest: 0,
             state,
             paused: false,
+            kind: vmferry_wire::SessionKind::PreCopy,
         });
         loop {
             match control.hear() {
@@ -175,6 +176,7 @@ fn of_source() -> Vec<ControlMessage> {
         digest: 0,
         state: [1; 100].into(),
         paused: false,
+        kind: vmferry_wire::SessionKind::PreCopy,
     };
     let free = ControlMessage::Free { slot: SlotId(0), runs: vec![(0, 1)] };
     let (verify, withdraw) = (ControlMessage::Verify {}, ControlMessage::Withdraw {});
@@ -191,6 +193,7 @@ fn of_destination() -> Vec<ControlMessage> {
             release: None,
             algorithms: None,
             verifies_placed: false,
+            post_copy: false,
         },
         ControlMessage::Refuse { reason: reason.clone(), release: None },
         ControlMessage::Placed { lane: 0, sequence: 1 },
@@ -241,6 +244,7 @@ fn second_final_without_a_withdrawal_is_refused() {
             digest: 0,
             state: [content; 8].into(),
             paused: false,
+            kind: vmferry_wire::SessionKind::PreCopy,
         };
         line.say(&last(1));
         line.say(&ControlMessage::Withdraw {});

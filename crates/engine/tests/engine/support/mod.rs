@@ -116,6 +116,12 @@ pub struct DestinationGuest {
     pub slow: Duration,
     /// Loading the state writes guest memory, as QEMU's VAPIC does.
     pub load_writes: bool,
+    /// Loading the state reads the first page.
+    pub load_reads: bool,
+    /// It may run before all its pages have arrived.
+    pub post_copy: bool,
+    /// It is never started.
+    pub idle: bool,
 }
 
 impl DestinationVm for DestinationGuest {
@@ -143,6 +149,9 @@ impl DestinationVm for DestinationGuest {
         let hot_pages = u64::from_le_bytes(state.try_into()?);
         let guest = self.guest.as_mut().ok_or("not prepared")?;
         guest.hot_pages = hot_pages;
+        if self.load_reads {
+            guest.memory.read_at(address(0), &mut [0; 8])?;
+        }
         if self.load_writes {
             // A page that no guest of these tests writes.
             guest.memory.write_at(address(PAGES - 1), &[0x5a; 2])?;
@@ -150,11 +159,18 @@ impl DestinationVm for DestinationGuest {
         Ok(())
     }
 
+    fn takes_post_copy(&self) -> bool {
+        self.post_copy
+    }
+
     fn discard(&mut self) {
         self.guest = None;
     }
 
     fn run(&mut self) -> Result<(), VmError> {
+        if self.idle {
+            return Ok(());
+        }
         self.guest.as_ref().ok_or("not prepared")?.start();
         Ok(())
     }
@@ -237,7 +253,16 @@ impl Scenario {
     /// Runs both sides with a log that loses a page as soon as the guest is paused.
     pub fn run_forgetful(
         &self,
+        vm: SourceGuest,
+    ) -> (SourceOutcome<SourceGuest>, Received<DestinationGuest>) {
+        self.run_forgetful_to(vm, DestinationGuest::default())
+    }
+
+    /// The same with a certain destination.
+    pub fn run_forgetful_to(
+        &self,
         mut vm: SourceGuest,
+        destination: DestinationGuest,
     ) -> (SourceOutcome<SourceGuest>, Received<DestinationGuest>) {
         let armed = Arc::new(AtomicBool::new(false));
         let loses = Arc::clone(&armed);
@@ -250,7 +275,7 @@ impl Scenario {
             }
         });
         let guest = vm.guest.clone();
-        self.run(vm, DestinationGuest::default(), |report| {
+        self.run(vm, destination, |report| {
             // The loss of a page that was only written before it was copied would not be noticed.
             content::let_work_between_rounds(&guest, report);
             if matches!(report, Report::Paused { .. }) {

@@ -2,13 +2,13 @@
 
 use std::time::Instant;
 
-use vmferry_memory::{PageSet, whole_hash_except};
+use vmferry_memory::{PAGE_SIZE, PageSet, Slot, whole_hash_except};
 use vmferry_wire::{Reason, ReasonCode, SessionId};
 
 use super::Session;
 use crate::data::destination::target::Target;
 use crate::error::MigrateError;
-use crate::machine::destination::io::Input;
+use crate::machine::destination::io::{Input, Prepared};
 use crate::vmm::{DestinationVm, GuestDescription, Landing, PrepareError};
 use vmferry_handover::journal::{FileJournal, Journal, Record, Side};
 
@@ -18,7 +18,7 @@ impl<V: DestinationVm> Session<'_, V> {
         guest: &GuestDescription,
         streams: Option<bool>,
         used_bytes: &[Option<u64>],
-    ) -> Result<(), MigrateError> {
+    ) -> Result<Prepared, MigrateError> {
         if let Some(policy) = &self.config.policy {
             policy
                 .check_guest(&self.peer, &guest.identity)
@@ -49,7 +49,13 @@ impl<V: DestinationVm> Session<'_, V> {
             }
             Landing::Streams(sockets) => Target::streams(sockets),
         });
-        Ok(())
+        let memory = self.target.as_ref().and_then(Target::guest_memory);
+        // A huge page can only be placed as a whole.
+        let fits = memory.is_some_and(|memory| {
+            let is_small = |slot: &Slot| slot.page_bytes().is_ok_and(|it| it == PAGE_SIZE as u64);
+            memory.slots().iter().all(is_small)
+        });
+        Ok(Prepared { post_copy: fits && self.vm.takes_post_copy() })
     }
 
     /// The VMM has stopped reading a stream: it has loaded the guest and needs no more, or it has

@@ -107,6 +107,9 @@ impl<V: DestinationVm> Session<'_, V> {
             refuse(connection, HelloStatus::BadToken, "the session has no guest", watch);
             return Ok(Input::Tick);
         };
+        if self.fetch_lanes.as_ref().is_some_and(|lanes| lanes.has(lane)) {
+            return self.join_fetch_lane(lane, attempt, connection, watch);
+        }
         if lane >= self.expected_lanes {
             let reason = format!("lane {lane} was not announced");
             refuse(connection, HelloStatus::BadLane, &reason, watch);
@@ -146,9 +149,33 @@ impl<V: DestinationVm> Session<'_, V> {
         Ok(Input::LaneJoined { lane })
     }
 
+    /// A channel of a fetch lane.
+    fn join_fetch_lane(
+        &mut self,
+        lane: u8,
+        attempt: u64,
+        mut connection: Connection,
+        watch: &mut dyn FnMut(&Notice),
+    ) -> Result<Input, MigrateError> {
+        let Some(lanes) = &self.fetch_lanes else { return Ok(Input::Tick) };
+        if !lanes.expect(lane, attempt) {
+            let reason = format!("lane {lane} has had attempt {attempt} already: a replay");
+            refuse(connection, HelloStatus::BadLane, &reason, watch);
+            return Ok(Input::Tick);
+        }
+        if let Err(error) = reply(&mut connection, HelloStatus::Ok, 0) {
+            return Ok(Input::LaneLost { lane, attempt, error });
+        }
+        let Connection { reader, writer, closer, .. } = connection;
+        let joined = lanes.join(lane, DataChannel { reader, writer, closer });
+        joined.map_err(MigrateError::no_thread)?;
+        Ok(Input::LaneJoined { lane })
+    }
+
     /// Whether a lane's present channel is the one that was dialed this number of times before.
     pub(super) fn is_at(&self, lane: u8, attempt: u64) -> bool {
-        self.lanes.as_ref().is_some_and(|lanes| lanes.is_at(lane, attempt))
+        self.fetch_lanes.as_ref().is_some_and(|lanes| lanes.is_at(lane, attempt))
+            || self.lanes.as_ref().is_some_and(|lanes| lanes.is_at(lane, attempt))
     }
 
     /// Continues with a source that has reestablished the control channel.
@@ -285,6 +312,8 @@ impl<V: DestinationVm> Session<'_, V> {
         for link in self.links.values() {
             link.closer.close();
         }
+        // Closed last, so that a source that still serves pages does not see them as lost.
+        self.fetch_lanes = None;
     }
 }
 

@@ -53,9 +53,16 @@ impl<V: Resume> Core<'_, V> {
         side.lanes_are_open(self)
     }
 
+    /// Whether data channels have accepted frames since the last call.
+    pub(super) fn has_sent(&mut self) -> bool {
+        let (_, frames) = self.orders.sent().so_far();
+        std::mem::replace(&mut self.sent_frames, frames) != frames
+    }
+
     /// Whether a lane's present channel is the one that was dialed this number of times before.
     pub(super) fn is_at(&self, lane: u8, attempt: u64) -> bool {
-        self.senders.get(usize::from(lane)).is_some_and(|sender| sender.attempt() == attempt)
+        self.fetch.is_at(lane, attempt)
+            || self.senders.get(usize::from(lane)).is_some_and(|sender| sender.attempt() == attempt)
     }
 
     /// Closes a lane's channel and redials it.
@@ -67,12 +74,19 @@ impl<V: Resume> Core<'_, V> {
     }
 
     /// Continues a lane on the redialed channel, unless it was redialed again meanwhile.
-    pub(super) fn rejoin(&mut self, redialed: Redialed) -> Input {
+    pub(super) fn rejoin(&mut self, side: &impl GuestSide<V>, redialed: Redialed) -> Input {
         let Redialed { lane, attempt, joined } = redialed;
         if !self.redialer.is_latest(lane, attempt) {
             return Input::Tick;
         }
-        let Some(sender) = self.senders.get_mut(usize::from(lane)) else { return Input::Tick };
+        let Some(sender) = self.senders.get_mut(usize::from(lane)) else {
+            return match joined {
+                Ok(JoinedLane { channel, .. }) => {
+                    self.rejoin_fetch_lane(side, (lane, attempt), channel)
+                }
+                Err(error) => Input::LaneNotRejoined { lane, error },
+            };
+        };
         match joined {
             Ok(JoinedLane { channel, placed }) => {
                 if let Some(lane) = self.lanes.get(usize::from(lane)) {

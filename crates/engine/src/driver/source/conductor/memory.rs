@@ -11,11 +11,13 @@ use super::{Core, GuestSide};
 use crate::config::BandwidthCap;
 use crate::config::compression::worker_threads;
 use crate::data::source::page_encoder::PageEncoder;
+use crate::data::source::page_server::Served;
 use crate::data::source::workers::{WorkerContext, Workers};
 use crate::error::MigrateError;
 use crate::machine::source::io::{Action, Input};
 use crate::rounds::freed::{Freed, free_messages};
 use crate::rounds::harvester::Harvester;
+use crate::rounds::lacking::lacking_messages;
 use crate::vmm::SourceVm;
 use crate::vmm::free_pages::FreePages;
 use crate::vmm::streamed::StreamEvent;
@@ -70,6 +72,11 @@ impl<V: SourceVm> GuestSide<V> for MemoryGuest {
             Action::HarvestLast => Some(self.harvest_last().unwrap_or_else(Input::Failed)),
             Action::Save => Some(save(core)),
             Action::SumDigest => Some(Input::Digest(self.hashes.sum())),
+            Action::TellLacking => self.tell_lacking(core),
+            Action::ServePages { round } => {
+                core.fetch.serve(Served { round, zero: self.harvester.freed().zero() });
+                None
+            }
             Action::TellFree => self.tell_free(core),
             Action::Hash { attempt } => self.hash(core, attempt),
             // The other actions do not concern the guest.
@@ -172,6 +179,13 @@ impl MemoryGuest {
     fn tell_free<V: Resume>(&mut self, core: &mut Core<'_, V>) -> Option<Input> {
         let messages = free_messages(self.harvester.free());
         messages.iter().find_map(|message| core.send(message))
+    }
+
+    /// Reports to the destination the pages that were not sent. They count as never sent.
+    fn tell_lacking<V: Resume>(&mut self, core: &mut Core<'_, V>) -> Option<Input> {
+        let lacking = self.harvester.pending();
+        self.hashes.forget(lacking);
+        lacking_messages(lacking).find_map(|message| core.send(&message))
     }
 
     fn hash<V: Resume>(&mut self, core: &Core<'_, V>, attempt: u32) -> Option<Input> {

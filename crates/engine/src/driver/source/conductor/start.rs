@@ -9,6 +9,7 @@ use vmferry_transport::{Dialer, RateLimiter};
 use vmferry_wire::Role;
 
 use super::Core;
+use super::fetch::FetchServers;
 use crate::config::compression::worker_threads;
 use crate::config::{BandwidthCap, SourceConfig, window_frames};
 use crate::cpu::CpuMeter;
@@ -93,6 +94,7 @@ impl<'a, V: Resume> Core<'a, V> {
             signal,
             lanes,
             senders: Vec::new(),
+            fetch: FetchServers::default(),
             redialer: Redialer::new(dialer, &config),
             limiter: RateLimiter::new(cap),
             chooser,

@@ -1,0 +1,81 @@
+//! The threads that read the guest's faults.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::thread::JoinHandle;
+
+use vmferry_faults::Waited;
+use vmferry_memory::SlotId;
+
+use super::FetchContext;
+use crate::data::destination::missing::MissingPages;
+use crate::error::MigrateError;
+use crate::machine::destination::io::Input;
+
+/// A thread for each share of the memory. Dropping it ends them.
+pub struct FaultHandlers {
+    stop: Option<OwnedFd>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl FaultHandlers {
+    /// Starts a thread for each share of the memory. `request` is called with the pages to request,
+    /// and with the share's number.
+    ///
+    /// # Errors
+    /// The system can't create a pipe or a thread.
+    pub fn start(
+        context: &FetchContext,
+        request: impl Fn(usize, &[(SlotId, u64)]) + Clone + Send + 'static,
+    ) -> io::Result<Self> {
+        let (stopped, stop) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+        let mut handlers = Self { stop: Some(stop), threads: Vec::new() };
+        for share in 0..context.missing.ranges().shares() {
+            let (context, request) = (context.clone(), request.clone());
+            let stopped = stopped.try_clone()?;
+            let thread =
+                std::thread::Builder::new().name(format!("faults{share}")).spawn(move || {
+                    let _cpu = context.cpu.count_this_thread();
+                    let handled = handle(&context.missing, share, &stopped, |pages| {
+                        request(share, pages);
+                    });
+                    if let Err(error) = handled {
+                        let _ = context.results.send(Input::Failed(error));
+                    }
+                })?;
+            handlers.threads.push(thread);
+        }
+        Ok(handlers)
+    }
+}
+
+impl Drop for FaultHandlers {
+    fn drop(&mut self) {
+        // The threads see the end of the pipe.
+        self.stop = None;
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Handles the faults of a share until the pipe ends.
+fn handle(
+    missing: &MissingPages,
+    share: usize,
+    stopped: &OwnedFd,
+    mut request: impl FnMut(&[(SlotId, u64)]),
+) -> Result<(), MigrateError> {
+    let mut waiting = missing.ranges().share(share, stopped.as_fd());
+    let (mut faults, mut pages) = (Vec::new(), Vec::new());
+    while waiting.wait(&mut faults)? == Waited::Faults {
+        for fault in faults.drain(..) {
+            pages.extend(missing.fault(fault.address)?);
+        }
+        if !pages.is_empty() {
+            request(&pages);
+            pages.clear();
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,297 @@
+use vmferry_memory::GuestBytes;
+use vmferry_wire::{ControlMessage, SessionWord};
+
+use super::super::fixture::{DIGEST, after_one_round, assert_phase, harvested};
+use super::*;
+use crate::config::{RoundLimit, SourceConfig};
+use crate::machine::source::Source;
+use crate::machine::source::io::{Ending, Input};
+use vmferry_handover::journal::Record;
+
+const NOW: Duration = Duration::ZERO;
+
+fn config(policy: PostCopy) -> SourceConfig {
+    let mut config = SourceConfig::new("unused".into());
+    config.post_copy = policy;
+    config.downtime_limit = Duration::from_millis(20);
+    config
+}
+
+/// More pages than fit the downtime limit.
+fn many() -> Input {
+    harvested(1 << 20)
+}
+
+fn did(source: &mut Source) -> Vec<Action> {
+    let counts = |action: &Action| {
+        let ping = matches!(action, Action::Send(ControlMessage::Ping { .. }));
+        !matches!(action, Action::Report(_) | Action::FitWindows { .. }) && !ping
+    };
+    std::iter::from_fn(|| source.next_action()).filter(counts).collect()
+}
+
+fn reports(source: &mut Source) -> Vec<Report> {
+    let report = |action| if let Action::Report(report) = action { Some(report) } else { None };
+    std::iter::from_fn(|| source.next_action()).filter_map(report).collect()
+}
+
+fn lost() -> MigrateError {
+    MigrateError::Cancelled { during: "a test" }
+}
+
+/// The number of the first fetch lane: there is one data lane.
+const FETCH: u8 = 1;
+
+fn lane_lost(lane: u8, attempt: u64) -> Input {
+    Input::LaneLost { lane, attempt, error: lost() }
+}
+
+/// A source whose guest is paused, and which has named the pages that the destination lacks.
+fn paused() -> Source {
+    let mut source = after_one_round(config(PostCopy::Now));
+    let _ = did(&mut source);
+    source.handle(NOW, many());
+    assert!(matches!(did(&mut source)[..], [Action::OpenFetchLanes { .. }]));
+    assert_phase!(source, OpeningFetch, "the guest still runs");
+    source.handle(NOW, Input::FetchLanesJoined);
+    assert!(matches!(did(&mut source)[..], [Action::Pause]));
+    source.handle(NOW, Input::Paused { stood_still: NOW });
+    source.handle(NOW, Input::LastHarvest { pages: 9, took: NOW });
+    assert!(matches!(
+        did(&mut source)[..],
+        [Action::HarvestLast, Action::TellLacking, Action::SumDigest, Action::Save]
+    ));
+    source
+}
+
+/// A source that has sent FINAL.
+fn final_sent() -> Source {
+    let mut source = paused();
+    source.handle(NOW, Input::Digest(DIGEST));
+    source.handle(NOW, Input::Saved { state: GuestBytes::new(), took: NOW, paused: false });
+    let kind = SessionKind::PostCopy;
+    match &did(&mut source)[..] {
+        [
+            Action::ServePages { round: 2 },
+            Action::Send(ControlMessage::Final { lane_sequences, kind: sent, .. }),
+        ] => assert_eq!((&lane_sequences[..], *sent), (&[1][..], kind)),
+        other => panic!("{other:?}"),
+    }
+    source
+}
+
+fn serving() -> Source {
+    let mut source = final_sent();
+    let ready = ControlMessage::Ready { digest: DIGEST, load_us: 0 };
+    source.handle(NOW, Input::Control(ready));
+    let written = did(&mut source);
+    assert!(matches!(written[..], [Action::WriteCommit(SessionKind::PostCopy)]), "{written:?}");
+    source.handle(NOW, Input::CommitWritten(Ok(())));
+    source.handle(NOW, answer(&source, SessionWord::Fetching));
+    assert_phase!(source, Serving);
+    let done = did(&mut source);
+    assert!(
+        matches!(
+            done[..],
+            [Action::Send(ControlMessage::Commit { .. }), Action::WriteOutcome(Record::Serving)]
+        ),
+        "{done:?}"
+    );
+    source
+}
+
+fn answer(source: &Source, word: SessionWord) -> Input {
+    let session = source.common.config.session;
+    Input::Control(ControlMessage::Answer { session, word })
+}
+
+#[test]
+fn source_serves_until_the_destination_has_every_page() {
+    let mut source = serving();
+    let hour = Duration::from_secs(3600);
+    let session = source.common.config.session;
+    source.handle(hour, Input::Control(ControlMessage::Running { session, start_us: 0 }));
+    assert!(matches!(source.ending(), Some(Ending::Given)));
+    let stats = source.stats();
+    assert_eq!((stats.missing_pages, stats.serving_ms, stats.downtime_ms), (9, 3.6e6, 0.0));
+}
+
+/// The destination has freed outdated pages by then.
+#[test]
+fn lost_link_before_commit_resumes_the_guest() {
+    for input in [lane_lost(FETCH, 0), Input::LinkLost(lost())] {
+        let mut source = final_sent();
+        source.handle(NOW, input);
+        assert!(matches!(source.ending(), Some(Ending::Kept(_))), "{source:?}");
+    }
+    let mut source = paused();
+    source.handle(NOW, lane_lost(FETCH, 0));
+    assert!(matches!(source.ending(), Some(Ending::Kept(_))), "{source:?}");
+}
+
+/// The data lanes have carried everything.
+#[test]
+fn lost_data_lane_after_final_is_not_missed() {
+    let mut source = final_sent();
+    source.handle(NOW, lane_lost(0, 0));
+    assert_phase!(source, AwaitReady);
+}
+
+#[test]
+fn guest_is_not_paused_while_a_link_is_lost() {
+    let mut source = after_one_round(config(PostCopy::Now));
+    source.handle(NOW, many());
+    source.handle(NOW, lane_lost(0, 0));
+    source.handle(NOW, Input::FetchLanesJoined);
+    assert_phase!(source, Sending, "the round is sent as in pre-copy");
+    assert_eq!(source.common.kind, SessionKind::PreCopy);
+}
+
+#[test]
+fn guest_is_resumed_if_a_link_is_lost_while_it_is_paused() {
+    let mut source = after_one_round(config(PostCopy::Now));
+    source.handle(NOW, many());
+    source.handle(NOW, Input::FetchLanesJoined);
+    source.handle(NOW, lane_lost(0, 0));
+    source.handle(NOW, Input::Paused { stood_still: NOW });
+    source.handle(NOW, Input::LastHarvest { pages: 9, took: NOW });
+    assert_phase!(source, Sending);
+    assert_eq!((source.common.kind, source.common.stats.recalls), (SessionKind::PreCopy, 1));
+}
+
+#[test]
+fn fetch_lane_is_redialed_however_often_that_fails() {
+    let mut source = serving();
+    source.handle(NOW, lane_lost(FETCH, 0));
+    source.handle(NOW, lane_lost(FETCH, 0));
+    let dialed = |source: &mut Source| match &did(source)[..] {
+        [Action::RejoinLane { lane: FETCH, attempt, .. }] => *attempt,
+        other => panic!("{other:?}"),
+    };
+    let first = dialed(&mut source);
+    for failures in 1..100 {
+        source.handle(NOW, Input::LaneNotRejoined { lane: FETCH, error: lost() });
+        assert_eq!(dialed(&mut source), first + failures);
+    }
+    source.handle(NOW, Input::LaneRejoined { lane: FETCH, placed: 0 });
+    assert!(did(&mut source).is_empty());
+    assert_phase!(source, Serving);
+}
+
+#[test]
+fn fetch_lane_that_was_lost_during_the_handover_is_redialed() {
+    let mut source = final_sent();
+    let ready = ControlMessage::Ready { digest: DIGEST, load_us: 0 };
+    source.handle(NOW, Input::Control(ready));
+    source.handle(NOW, lane_lost(FETCH, 0));
+    source.handle(NOW, Input::CommitWritten(Ok(())));
+    source.handle(NOW, answer(&source, SessionWord::Fetching));
+    let redials = did(&mut source);
+    let redialed = |action: &Action| matches!(action, Action::RejoinLane { lane: FETCH, .. });
+    assert!(redials.iter().any(redialed), "{redials:?}");
+}
+
+/// The control channel is lost, and then silent. Only words of the destination count.
+#[test]
+fn serving_source_asks_whenever_it_does_not_hear_the_destination() {
+    let mut source = serving();
+    let asks = |source: &mut Source| matches!(did(source)[..], [Action::Ask { .. }]);
+    source.handle(NOW, Input::LinkLost(lost()));
+    assert!(asks(&mut source));
+    let timeouts = source.common.config.timeouts;
+    let mut now = timeouts.ask + timeouts.running;
+    assert!(source.next_tick().is_some_and(|tick| tick <= now));
+    source.handle(now, Input::Tick);
+    assert!(asks(&mut source), "no answer came");
+    source.handle(now, answer(&source, SessionWord::Unknown));
+    assert!(asks(&mut source));
+    source.handle(now, answer(&source, SessionWord::Fetching));
+    assert!(did(&mut source).is_empty());
+    now += timeouts.silence;
+    source.handle(now, Input::Tick);
+    assert!(asks(&mut source), "the channel on which it has answered is silent");
+    source.handle(now, answer(&source, SessionWord::Owns));
+    assert!(matches!(source.ending(), Some(Ending::Given)));
+}
+
+#[test]
+fn nothing_but_giving_up_ends_serving() {
+    let mut source = serving();
+    for input in [
+        Input::Cancel,
+        Input::Failed(lost()),
+        Input::Operator(vmferry_handover::OperatorWord::SourceResumes),
+        Input::Operator(vmferry_handover::OperatorWord::DestinationOwns),
+    ] {
+        source.handle(NOW, input);
+        assert_phase!(source, Serving);
+    }
+    source.handle(NOW, Input::GiveUp);
+    assert!(matches!(source.ending(), Some(Ending::Given)));
+}
+
+#[test]
+fn destination_without_post_copy_is_noticed_before_anything_is_sent() {
+    let refused = |mut config: SourceConfig| {
+        config.max_rounds = RoundLimit::new(2).unwrap();
+        let mut source = after_one_round(config);
+        source.common.post_copy.accepted = false;
+        let error = source.common.agree_on_post_copy(false).err();
+        (error.map(|error| error.to_string()), reports(&mut source))
+    };
+    let (error, _) = refused(config(PostCopy::Now));
+    let says = "this guest can't be moved with post-copy: the destination does not support it";
+    assert!(error.is_some_and(|error| error.starts_with(says)));
+    let stuck = SourceConfig { when_stuck: WhenStuck::PostCopy, ..config(PostCopy::Never) };
+    assert!(refused(stuck).0.is_some());
+    let (error, reports) = refused(config(PostCopy::Auto));
+    assert_eq!(error, None);
+    let told = |report: &Report| matches!(report, Report::PostCopyUnavailable { .. });
+    assert!(reports.iter().any(told), "{reports:?}");
+    assert_eq!(refused(config(PostCopy::Never)).0, None);
+    let verified = SourceConfig { verify: true, ..config(PostCopy::Now) };
+    assert!(refused(verified).0.is_some_and(|error| error.contains("compared")));
+}
+
+#[test]
+fn auto_switches_at_a_local_minimum_of_what_does_not_converge() {
+    let harvest = |pages| Harvest {
+        rounds: 1,
+        elapsed: NOW,
+        pending_pages: pages,
+        dirtied_in: Duration::from_secs(1),
+    };
+    let plan = |policy| {
+        let announced = Some(FetchLanes { faults: 1, background: 1 });
+        PostCopyPlan { accepted: true, ..PostCopyPlan::new(policy, announced) }
+    };
+    let due = |plan: &mut PostCopyPlan, verdict, pages| {
+        plan.is_due(&Decision::AnotherRound, verdict, harvest(pages))
+    };
+    let mut auto = plan(PostCopy::Auto);
+    assert!(!due(&mut auto, Verdict::NotConverging, 100), "nothing to compare with");
+    assert!(due(&mut auto, Verdict::NotConverging, 100));
+    let mut auto = plan(PostCopy::Auto);
+    assert!(!due(&mut auto, Verdict::Converging, 100));
+    assert!(!due(&mut auto, Verdict::NotConverging, 200), "it had less to send before");
+    assert!(due(&mut auto, Verdict::NotConverging, 300), "and does not get less");
+    assert!(!due(&mut plan(PostCopy::Never), Verdict::NotConverging, 100));
+    assert!(due(&mut plan(PostCopy::Now), Verdict::Converging, 100));
+    let fits = plan(PostCopy::Now).is_due(&Decision::SwitchOver, Verdict::Fits, harvest(1));
+    assert!(!fits, "nothing has to be fetched");
+    let stuck =
+        plan(PostCopy::Never).is_due(&Decision::PostCopy, Verdict::NotConverging, harvest(1));
+    assert!(stuck);
+}
+
+#[test]
+fn user_may_ask_for_post_copy_in_the_middle_of_a_migration() {
+    let mut source = after_one_round(config(PostCopy::Never));
+    let change = crate::machine::source::change::Change {
+        post_copy: Some(PostCopy::Now),
+        ..Default::default()
+    };
+    source.handle(NOW, Input::Change(change));
+    source.handle(NOW, many());
+    assert_phase!(source, OpeningFetch);
+}

@@ -1,0 +1,154 @@
+//! The fields of control messages: their numbers, and how they are written and read.
+
+use vmferry_api::Release;
+use vmferry_handover::SessionKind;
+
+use crate::algorithm::AlgorithmSet;
+use crate::control::Buffer;
+use crate::fields::{Need, put_mandatory, put_optional};
+use crate::message::{ControlMessage, FetchLanes};
+use crate::release::checked_name;
+
+/// Field numbers are never reused. The same number may mean different things in different messages.
+///
+/// BEGIN, ACCEPT and REFUSE: the release of vmferry, as text.
+const RELEASE: u16 = 1;
+/// BEGIN, ACCEPT and REFUSE: the VMM and its release, as text.
+const VMM_RELEASE: u16 = 2;
+/// BEGIN, mandatory, without content: the VMM streams the guest, one stream on each lane.
+const STREAMS: u16 = 3;
+/// BEGIN: bytes that the guest uses in each slot, a u64 per slot; [`UNKNOWN_BYTES`] if unknown.
+const USED_BYTES: u16 = 4;
+/// Encodes an unknown number of bytes.
+const UNKNOWN_BYTES: u64 = u64::MAX;
+/// Maximum number of slots in [`USED_BYTES`], so that BEGIN stays within its size limit.
+const MAX_USED_SLOTS: usize = 1024;
+/// FINAL, mandatory, without content: another party paused the guest, and it must stay paused.
+const PAUSED: u16 = 1;
+/// ACCEPT: the algorithms that the destination can decode, one bit per algorithm number (u32).
+const ALGORITHMS: u16 = 3;
+/// ACCEPT, without content: the destination accepts VERIFY before FINAL.
+const VERIFIES_PLACED: u16 = 4;
+/// BEGIN: the number of fetch lanes for faults and in the background, a byte each.
+const FETCH_LANES: u16 = 5;
+/// ACCEPT, without content: the destination can run the guest before all its pages have arrived.
+const ACCEPTS_POST_COPY: u16 = 5;
+/// FINAL, mandatory, without content: the destination lacks pages, which LACKING has named.
+const POST_COPY: u16 = 2;
+
+impl ControlMessage {
+    /// Appends the message's fields.
+    pub(crate) fn encode_fields(&self, into: &mut impl Buffer) {
+        match self {
+            Self::Begin { release, streams, used_bytes, fetch_lanes, .. } => {
+                put_release(into, release.as_ref());
+                if *streams {
+                    put_mandatory(into, STREAMS, &[]);
+                }
+                if (1..=MAX_USED_SLOTS).contains(&used_bytes.len()) {
+                    let all = used_bytes.iter().map(|bytes| bytes.unwrap_or(UNKNOWN_BYTES));
+                    let content: Vec<u8> = all.flat_map(u64::to_le_bytes).collect();
+                    put_optional(into, USED_BYTES, &content);
+                }
+                if let Some(FetchLanes { faults, background }) = *fetch_lanes {
+                    put_optional(into, FETCH_LANES, &[faults, background]);
+                }
+            }
+            Self::Accept { release, algorithms, verifies_placed, post_copy, .. } => {
+                put_release(into, release.as_ref());
+                if let Some(algorithms) = algorithms {
+                    put_optional(into, ALGORITHMS, &algorithms.bits().to_le_bytes());
+                }
+                if *verifies_placed {
+                    put_optional(into, VERIFIES_PLACED, &[]);
+                }
+                if *post_copy {
+                    put_optional(into, ACCEPTS_POST_COPY, &[]);
+                }
+            }
+            Self::Refuse { release, .. } => put_release(into, release.as_ref()),
+            Self::Final { paused, kind, .. } => {
+                if *paused {
+                    put_mandatory(into, PAUSED, &[]);
+                }
+                if *kind == SessionKind::PostCopy {
+                    put_mandatory(into, POST_COPY, &[]);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Stores a field in the message. Returns whether the field is optional or mandatory, or `None`
+    /// if this message has no field with that number.
+    pub(crate) fn take(&mut self, field: u16, content: &[u8]) -> Result<Option<Need>, String> {
+        let mut need = Need::Optional;
+        match (self, field) {
+            (
+                Self::Begin { release, .. }
+                | Self::Accept { release, .. }
+                | Self::Refuse { release, .. },
+                RELEASE | VMM_RELEASE,
+            ) => {
+                let text = checked_name(content)?;
+                let release = release
+                    .get_or_insert_with(|| Release { vmferry: String::new(), vmm: String::new() });
+                *(if field == RELEASE { &mut release.vmferry } else { &mut release.vmm }) = text;
+            }
+            (Self::Begin { streams, .. }, STREAMS) if content.is_empty() => {
+                *streams = true;
+                need = Need::Mandatory;
+            }
+            (Self::Begin { .. }, STREAMS) => return Err("it has no content".into()),
+            (Self::Begin { used_bytes, .. }, USED_BYTES) => {
+                let (all, rest) = content.as_chunks();
+                if all.is_empty() || all.len() > MAX_USED_SLOTS || !rest.is_empty() {
+                    return Err(format!("it has 8 to {} bytes", 8 * MAX_USED_SLOTS));
+                }
+                let all = all.iter().map(|bytes| u64::from_le_bytes(*bytes));
+                *used_bytes =
+                    all.map(|bytes| Some(bytes).filter(|bytes| *bytes != UNKNOWN_BYTES)).collect();
+            }
+            (Self::Final { paused, .. }, PAUSED) if content.is_empty() => {
+                *paused = true;
+                need = Need::Mandatory;
+            }
+            (Self::Final { kind, .. }, POST_COPY) if content.is_empty() => {
+                *kind = SessionKind::PostCopy;
+                need = Need::Mandatory;
+            }
+            (Self::Final { .. }, PAUSED | POST_COPY) => {
+                return Err("it has no content".into());
+            }
+            (Self::Accept { algorithms, .. }, ALGORITHMS) => {
+                let bits = content.try_into().map_err(|_| "it has 4 bytes".to_owned())?;
+                *algorithms = Some(AlgorithmSet::from_bits(u32::from_le_bytes(bits)));
+            }
+            (Self::Accept { verifies_placed, .. }, VERIFIES_PLACED) if content.is_empty() => {
+                *verifies_placed = true;
+            }
+            (Self::Accept { post_copy, .. }, ACCEPTS_POST_COPY) if content.is_empty() => {
+                *post_copy = true;
+            }
+            (Self::Accept { .. }, VERIFIES_PLACED | ACCEPTS_POST_COPY) => {
+                return Err("it has no content".into());
+            }
+            (Self::Begin { fetch_lanes, .. }, FETCH_LANES) => {
+                let [faults, background] =
+                    content.try_into().map_err(|_| "it has 2 bytes".to_owned())?;
+                *fetch_lanes = Some(FetchLanes { faults, background });
+            }
+            _ => return Ok(None),
+        }
+        Ok(Some(need))
+    }
+}
+
+fn put_release(into: &mut impl Buffer, release: Option<&Release>) {
+    let Some(release) = release else { return };
+    for (number, name) in [(RELEASE, &release.vmferry), (VMM_RELEASE, &release.vmm)] {
+        if !name.is_empty() {
+            put_optional(into, number, name.as_bytes());
+        }
+    }
+}
