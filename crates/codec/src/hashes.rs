@@ -3,7 +3,7 @@
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use vmferry_memory::{GuestMemory, PageSet, SlotId};
+use vmferry_memory::{GuestMemory, PageRun, SlotId};
 use zerocopy::FromZeros;
 
 /// One 64-bit hash per page, 0 for a page that was never recorded, and the wrapping sum of all.
@@ -71,12 +71,10 @@ impl PageHashes {
     }
 
     /// Forgets these pages, as if they had never been recorded.
-    pub fn forget(&self, pages: &PageSet) {
+    pub fn forget(&self, run: PageRun) {
         let mut change = SumChange::default();
-        for run in pages.runs() {
-            for page in run.first..run.first + run.pages {
-                self.replace(run.slot, page, 0, &mut change);
-            }
+        for page in run.first..run.first + run.pages {
+            self.replace(run.slot, page, 0, &mut change);
         }
         self.add(change);
     }
@@ -112,9 +110,7 @@ mod tests {
         assert_eq!(hashes.sum(), 7_u64.wrapping_add(u64::MAX));
         assert!(hashes.knows(SlotId(0), 1));
         assert!(!hashes.knows(SlotId(0), 9));
-        let mut forgotten = PageSet::for_memory(&memory);
-        forgotten.bitmap_mut(SlotId(0)).set_run(2, 2);
-        hashes.forget(&forgotten);
+        hashes.forget(PageRun { slot: SlotId(0), first: 2, pages: 2 });
         assert_eq!(hashes.sum(), 7);
         assert!(!hashes.knows(SlotId(0), 2));
         assert!(!hashes.knows(SlotId(1), 0));

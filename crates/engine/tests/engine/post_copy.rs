@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use crate::support::content::{random, random_guest};
+use crate::support::content::{let_work_between_rounds, random, random_guest};
 use crate::support::cutter::{Channels, Cut, Cutter};
 use crate::support::{
     DestinationGuest, PAGES, Scenario, SourceGuest, address, given, journals, kept, nothing, owned,
@@ -12,9 +12,10 @@ use crate::support::{
 use vmferry::config::{BandwidthCap, PostCopy, RoundLimit, WhenStuck};
 use vmferry::source::{Change, Report};
 use vmferry::stats::{FetchStats, SourceStats};
-use vmferry::{ErrorClass, MigrateError};
+use vmferry::{ErrorClass, MigrateError, SourceVm};
+use vmferry_doubles::FilteredLog;
 use vmferry_handover::journal::Verdict;
-use vmferry_memory::{GuestMemory, PAGE_SIZE, whole_hash};
+use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotId, whole_hash};
 
 /// Pages that the guest writes all the time: half of its memory.
 const HOT: u64 = PAGES / 2;
@@ -114,12 +115,15 @@ fn pages_that_no_thread_touches_arrive_too() {
     assert_eq!(whole_hash(arrived).unwrap(), whole_hash(&memory).unwrap());
 }
 
-/// The control for the test above: a page that the last harvest loses is outdated.
+/// The control for the test above: a page that the log loses is outdated.
 #[test]
 fn page_that_is_not_fetched_is_noticed() {
-    let vm = random_guest(HOT);
-    let memory = vm.guest.memory.clone();
-    let (outcome, received) = scenario().run_forgetful_to(vm, idle_taker());
+    let mut vm = random_guest(HOT);
+    let (memory, guest) = (vm.guest.memory.clone(), vm.guest.clone());
+    vm.log = FilteredLog::new(vm.dirty_log(), |dirty| dirty.bitmap_mut(SlotId(0)).clear(7));
+    let (outcome, received) = scenario().run(vm, idle_taker(), |report| {
+        let_work_between_rounds(&guest, report);
+    });
     given(outcome);
     let owned = owned(received);
     let arrived = &owned.vm.guest.as_ref().unwrap().memory;

@@ -258,7 +258,10 @@ impl DestinationHost {
                 self.tasks.push(Task::Start);
             }
             Action::Discard => assert!(!self.ran, "a running guest is discarded"),
-            Action::FetchMissing { .. } | Action::WriteFetched => {
+            Action::FreeOutdated { .. }
+            | Action::FetchMissing { .. }
+            | Action::FetchAll
+            | Action::WriteFetched => {
                 panic!("no post-copy was announced")
             }
             Action::ExpectLanes { .. } | Action::Report(_) => {}

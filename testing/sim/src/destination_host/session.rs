@@ -121,7 +121,7 @@ impl Session {
                 Some(Input::IntentWritten(self.write(&Record::run_intent(kind))))
             }
             // No schedule has post-copy.
-            Action::FetchMissing { .. } => None,
+            Action::FreeOutdated { .. } | Action::FetchMissing { .. } | Action::FetchAll => None,
             Action::WriteFetched => Some(Input::FetchedWritten(self.write(&Record::Fetched))),
             Action::WriteAborted { reason } => {
                 Some(Input::AbortWritten(self.write(&Record::Aborted { reason })))

@@ -50,22 +50,18 @@ enum Phase {
 }
 
 impl MissingPages {
-    /// Frees outdated versions of the missing pages and forgets their hashes. From now on threads
-    /// that touch a page which is not there wait until it is placed. `register` registers the
-    /// memory. The guest must not run yet, and nothing else may be placing its pages.
+    /// The missing pages must be free, and their hashes forgotten. From now on threads that touch a
+    /// page which is not there wait until it is placed. `register` registers the memory. The guest
+    /// must not run yet, and nothing else may be placing its pages.
     ///
     /// # Errors
-    /// Errors of the memory, or of `register`.
+    /// Errors of `register`.
     pub fn register(
         memory: GuestMemory,
         hashes: Arc<PageHashes>,
         missing: MissingSet,
         register: impl FnOnce(&GuestMemory) -> Result<FaultRanges, MigrateError>,
     ) -> Result<Self, MigrateError> {
-        for run in missing.pages().runs() {
-            memory.discard(run)?;
-        }
-        hashes.forget(missing.pages());
         let ranges = register(&memory)?;
         let state = Mutex::new(State {
             set: missing,

@@ -317,6 +317,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 self.fetch_lanes = fetch_lanes.map(|announced| FetchLanes::new(lanes, announced));
                 None
             }
+            Action::FreeOutdated { runs } => self.free_outdated(&runs).err().map(Input::Failed),
             Action::FetchMissing { missing } => {
                 self.fetch_missing(missing).err().map(Input::Failed)
             }
@@ -335,13 +336,16 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             Action::Run => {
                 let started = self.vm.run();
                 self.guest_started = Some(Instant::now());
-                if let Some(lanes) = &self.fetch_lanes {
-                    lanes.begin_background();
-                }
                 Some(Input::Started(
                     started
                         .map_err(|source| MigrateError::Vm { action: "start the guest", source }),
                 ))
+            }
+            Action::FetchAll => {
+                if let Some(lanes) = &self.fetch_lanes {
+                    lanes.begin_background();
+                }
+                None
             }
             Action::Discard => {
                 self.end_lanes();

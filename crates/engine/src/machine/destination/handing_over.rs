@@ -129,6 +129,8 @@ impl Phase {
                     common.report(Report::Fetching { pages: common.missing_pages });
                     let message = ControlMessage::Answer { session, word: SessionWord::Fetching };
                     common.act(Action::Broadcast(message));
+                    // The source, which waits for this message, may be sending other pages next.
+                    common.act(Action::FetchAll);
                 }
                 (DestinationEffect::WriteAborted, _) => {
                     let reason = common.why();

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmferry_memory::{GuestBytes, PageSet, WholeHash};
+use vmferry_memory::{GuestBytes, PageRun, PageSet, WholeHash};
 use vmferry_wire::{ControlMessage, FetchLanes, Release, SessionId};
 
 use crate::error::MigrateError;
@@ -153,8 +153,13 @@ pub enum Action {
         /// The fetch lanes that may be opened too.
         fetch_lanes: Option<FetchLanes>,
     },
-    /// Free outdated versions of these pages, and fetch them from now on when they are touched. The
-    /// data channels are no longer needed. With an error: `Failed`.
+    /// Free these pages, which are outdated, and forget their hashes. With an error: `Failed`.
+    FreeOutdated {
+        /// The pages.
+        runs: Vec<PageRun>,
+    },
+    /// Fetch these pages from now on when they are touched. The data channels are no longer needed.
+    /// With an error: `Failed`.
     FetchMissing {
         /// Pages that only the source has.
         missing: PageSet,
@@ -182,8 +187,10 @@ pub enum Action {
         /// Why, for people.
         reason: String,
     },
-    /// Run the guest, and fetch all missing pages: `Started`, and then `Fetched` with post-copy.
+    /// Run the guest: `Started`.
     Run,
+    /// Fetch all missing pages, whether or not they are touched: `Fetched`.
+    FetchAll,
     /// Discard the guest's memory and state.
     Discard,
     /// Notify the observer.

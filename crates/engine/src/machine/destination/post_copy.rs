@@ -6,10 +6,10 @@
 
 use std::time::Duration;
 
-use vmferry_memory::SlotId;
+use vmferry_memory::{PageRun, SlotId};
 
 use super::common::{Common, protocol};
-use super::io::{LinkId, Report};
+use super::io::{Action, LinkId, Report};
 use super::phase::{Phase, Session};
 use crate::error::MigrateError;
 use crate::link::Loss;
@@ -25,12 +25,24 @@ impl Session {
         bits: &[u8],
     ) -> Phase {
         match self.add_lacking(slot, first, bits) {
-            Ok(()) => Phase::Receiving(self),
+            Ok(runs) => {
+                // Those that were named before are free already.
+                if !runs.is_empty() {
+                    common.act(Action::FreeOutdated { runs });
+                }
+                Phase::Receiving(self)
+            }
             Err(reason) => Phase::Receiving(self).fail(common, now, protocol(reason)),
         }
     }
 
-    fn add_lacking(&mut self, slot: SlotId, first: u64, bits: &[u8]) -> Result<(), String> {
+    /// Returns the pages that were not named before.
+    fn add_lacking(
+        &mut self,
+        slot: SlotId,
+        first: u64,
+        bits: &[u8],
+    ) -> Result<Vec<PageRun>, String> {
         let Some(lacking) = &mut self.lacking else {
             return Err("LACKING without post-copy, which this side has not accepted".into());
         };
@@ -39,6 +51,7 @@ impl Session {
             return Err(format!("LACKING names {slot}, and the guest has {slots} slots"));
         };
         let bitmap = lacking.bitmap_mut(slot);
+        let mut runs: Vec<PageRun> = Vec::new();
         for (byte, at) in bits.iter().zip((0..).step_by(8)) {
             for bit in (0..8).filter(|bit| byte >> bit & 1 == 1) {
                 let page = first.checked_add(at + bit).filter(|page| *page < in_slot.pages);
@@ -49,10 +62,17 @@ impl Session {
                         at + bit
                     ));
                 };
+                if bitmap.is_set(page) {
+                    continue;
+                }
                 bitmap.set(page);
+                match runs.last_mut() {
+                    Some(run) if run.first + run.pages == page => run.pages += 1,
+                    _ => runs.push(PageRun { slot, first: page, pages: 1 }),
+                }
             }
         }
-        Ok(())
+        Ok(runs)
     }
 }
 
@@ -97,7 +117,7 @@ mod tests {
     use super::super::fixture::{DIGEST, assert_phase, heard, receiving};
     use super::*;
     use crate::machine::destination::Destination;
-    use crate::machine::destination::io::{Action, Input};
+    use crate::machine::destination::io::Input;
 
     fn lacking(first: u64, bits: &[u8]) -> ControlMessage {
         ControlMessage::Lacking { slot: SlotId(0), first, bits: bits.to_vec() }
@@ -133,10 +153,17 @@ mod tests {
         heard(&mut destination, lacking(0, &[0b101]));
         heard(&mut destination, lacking(8, &[0b10]));
         heard(&mut destination, final_of(SessionKind::PostCopy));
-        let [Action::FetchMissing { missing }, Action::SumDigest] = &did(&mut destination)[..]
+        let [
+            Action::FreeOutdated { runs },
+            Action::FreeOutdated { .. },
+            Action::FetchMissing { missing },
+            Action::SumDigest,
+        ] = &did(&mut destination)[..]
         else {
             panic!("{destination:?}")
         };
+        let freed: Vec<u64> = runs.iter().map(|run| run.first).collect();
+        assert_eq!(freed, [0, 2]);
         let pages: Vec<u64> = missing.runs().map(|run| run.first).collect();
         assert_eq!(pages, [0, 2, 9]);
         destination.handle(now, Input::Digest(DIGEST));
@@ -154,7 +181,7 @@ mod tests {
     fn session_ends_once_every_page_has_arrived() {
         let mut destination = fetching();
         destination.handle(Duration::ZERO, Input::IntentWritten(Ok(())));
-        assert!(matches!(did(&mut destination)[..], [Action::Run]));
+        assert!(matches!(did(&mut destination)[..], [Action::Run, Action::FetchAll]));
         assert_eq!(destination.handover(), DestinationState::Fetching);
         assert!(destination.ending().is_none());
         destination.handle(Duration::ZERO, Input::Fetched);
@@ -170,7 +197,10 @@ mod tests {
         destination.handle(Duration::ZERO, Input::Fetched);
         assert!(did(&mut destination).is_empty());
         destination.handle(Duration::ZERO, Input::IntentWritten(Ok(())));
-        assert!(matches!(did(&mut destination)[..], [Action::Run, Action::WriteFetched]));
+        assert!(matches!(
+            did(&mut destination)[..],
+            [Action::Run, Action::FetchAll, Action::WriteFetched]
+        ));
     }
 
     #[test]
@@ -193,6 +223,23 @@ mod tests {
             panic!("{restored:?}")
         };
         assert_eq!((channel.as_str(), after_ms), ("lane 1", 3.6e6));
+    }
+
+    #[test]
+    fn outdated_pages_are_freed_once() {
+        let mut destination = receiving(false);
+        heard(&mut destination, lacking(0, &[0b0110]));
+        heard(&mut destination, lacking(0, &[0b1110]));
+        let freed: Vec<_> = did(&mut destination)
+            .into_iter()
+            .map(|action| match action {
+                Action::FreeOutdated { runs } => {
+                    runs.iter().map(|run| (run.first, run.pages)).collect::<Vec<_>>()
+                }
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        assert_eq!(freed, [vec![(1, 2)], vec![(3, 1)]]);
     }
 
     #[test]

@@ -76,6 +76,9 @@ impl Phase {
             // However long the destination takes to fetch all pages.
             Self::Serving(_) => return None,
             // Bounded by the VMM and the kernel, which the engine calls and waits for.
+            Self::OpeningFetch(_) if common.links.are_up() => {
+                ("the destination to free outdated pages", timeouts.stall)
+            }
             Self::Harvesting(_)
             | Self::OpeningFetch(_)
             | Self::Pausing(_)
@@ -144,6 +147,7 @@ impl Phase {
     pub(super) fn on_pong(self, common: &mut Common, now: Duration, nonce: u64) -> Self {
         let phase = match self {
             Self::Sending(sending) => sending.on_pong(common, now, nonce),
+            Self::OpeningFetch(opening) => opening.on_pong(common, now, nonce),
             other => other,
         };
         common.measure_round_trip(now, nonce);

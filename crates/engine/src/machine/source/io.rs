@@ -251,7 +251,7 @@ pub enum Action {
     Save,
     /// Sum up the hashes of all pages as last sent: `Digest`.
     SumDigest,
-    /// Send [`ControlMessage::Lacking`] for all pages that were not sent, and forget their hashes.
+    /// Send [`ControlMessage::Lacking`] for all pending pages, and forget their hashes.
     TellLacking,
     /// Answer requests on fetch lanes from now on.
     ServePages {

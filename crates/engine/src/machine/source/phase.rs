@@ -62,10 +62,15 @@ pub(super) enum Withdrawal {
 #[derive(Debug)]
 pub(super) struct Harvesting;
 
-/// The fetch lanes are being opened, and the guest still runs.
+/// The fetch lanes are being opened, and the destination frees outdated pages. The guest still
+/// runs.
 #[derive(Debug)]
 pub(super) struct OpeningFetch {
     pub(super) found: Found,
+    /// Whether all fetch lanes have channels.
+    pub(super) are_open: bool,
+    /// The ping after LACKING, until it is answered: the destination has freed outdated pages then.
+    pub(super) ping: Option<u64>,
 }
 
 /// The guest is being paused.

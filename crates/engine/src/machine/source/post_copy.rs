@@ -10,7 +10,7 @@
 
 use std::time::Duration;
 
-use vmferry_wire::FetchLanes;
+use vmferry_wire::{ControlMessage, FetchLanes};
 
 use super::common::{Common, ms};
 use super::io::{Action, Report};
@@ -157,9 +157,13 @@ impl Harvesting {
     /// The harvest is the last one with the guest running: fetch lanes are opened, unless they are.
     pub(super) fn begin_post_copy(self, common: &mut Common, now: Duration, found: Found) -> Phase {
         common.begin_wait(now);
-        let opening = OpeningFetch { found };
-        if common.post_copy.are_open {
-            return opening.on_opened(common, now);
+        // Freeing pages takes a while, so the destination learns of most of them while the guest
+        // still runs.
+        common.act(Action::TellLacking);
+        let ping = Some(common.send_ping(now));
+        let opening = OpeningFetch { found, are_open: common.post_copy.are_open, ping };
+        if opening.are_open {
+            return Phase::OpeningFetch(opening);
         }
         if let (Some(token), Some(lanes)) = (common.links.token, common.post_copy.announced) {
             let attempts = |link: &mut FetchLink| {
@@ -177,10 +181,32 @@ impl Harvesting {
 
 impl OpeningFetch {
     /// All fetch lanes have channels.
-    pub(super) fn on_opened(self, common: &mut Common, now: Duration) -> Phase {
+    pub(super) fn on_opened(mut self, common: &mut Common, now: Duration) -> Phase {
+        self.are_open = true;
         common.post_copy.are_open = true;
         common.post_copy.lanes.iter_mut().for_each(|link| link.lost = None);
-        if !common.links.are_up() {
+        self.go_on(common, now)
+    }
+
+    /// A ping was answered.
+    pub(super) fn on_pong(mut self, common: &mut Common, now: Duration, nonce: u64) -> Phase {
+        self.ping.take_if(|ping| nonce >= *ping);
+        self.go_on(common, now)
+    }
+
+    /// The control channel was reestablished. The destination has withdrawn LACKING, and it frees
+    /// no more pages because of it.
+    pub(super) fn on_resumed(self, common: &mut Common, now: Duration) -> Phase {
+        common.start_running_round(now, self.found)
+    }
+
+    fn go_on(self, common: &mut Common, now: Duration) -> Phase {
+        if !self.are_open || self.ping.is_some() || !common.links.is_control_up() {
+            return Phase::OpeningFetch(self);
+        }
+        if !common.links.are_up() || !common.post_copy.are_open {
+            // All of these pages are sent as in pre-copy.
+            common.act(Action::Send(ControlMessage::Withdraw {}));
             return common.start_running_round(now, self.found);
         }
         common.kind = SessionKind::PostCopy;

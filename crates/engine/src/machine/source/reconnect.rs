@@ -142,6 +142,7 @@ impl Phase {
         common.restore(now, None);
         match self {
             Self::Sending(_) => Sending { withdrawal: None }.go_on(common, now),
+            Self::OpeningFetch(opening) => opening.on_resumed(common, now),
             phase => phase,
         }
     }

@@ -253,16 +253,7 @@ impl Scenario {
     /// Runs both sides with a log that loses a page as soon as the guest is paused.
     pub fn run_forgetful(
         &self,
-        vm: SourceGuest,
-    ) -> (SourceOutcome<SourceGuest>, Received<DestinationGuest>) {
-        self.run_forgetful_to(vm, DestinationGuest::default())
-    }
-
-    /// The same with a certain destination.
-    pub fn run_forgetful_to(
-        &self,
         mut vm: SourceGuest,
-        destination: DestinationGuest,
     ) -> (SourceOutcome<SourceGuest>, Received<DestinationGuest>) {
         let armed = Arc::new(AtomicBool::new(false));
         let loses = Arc::clone(&armed);
@@ -275,7 +266,7 @@ impl Scenario {
             }
         });
         let guest = vm.guest.clone();
-        self.run(vm, destination, |report| {
+        self.run(vm, DestinationGuest::default(), |report| {
             // The loss of a page that was only written before it was copied would not be noticed.
             content::let_work_between_rounds(&guest, report);
             if matches!(report, Report::Paused { .. }) {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use vmferry_codec::{Compressors, HotPages, PageHashes};
 use vmferry_faults::FaultRanges;
-use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageSet, SlotId, SlotLayout};
+use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, PageSet, SlotId, SlotLayout};
 use vmferry_transport::{Address, Channel, Dialer, Listener, RateLimiter};
 use vmferry_wire::FetchLanes as Announced;
 
@@ -75,6 +75,7 @@ impl Scene {
                 missing.bitmap_mut(SLOT).set(page);
                 // An outdated version, which must never be seen again.
                 destination.write_at(page * PAGE, &[0xbd; PAGE_SIZE]).unwrap();
+                destination.discard(PageRun { slot: SLOT, first: page, pages: 1 }).unwrap();
             } else {
                 destination.write_at(page * PAGE, &content(page)).unwrap();
             }

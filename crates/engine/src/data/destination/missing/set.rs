@@ -44,12 +44,6 @@ impl MissingSet {
         Self { missing, awaited, queued, left, unrequested: left, next: (0, 0) }
     }
 
-    /// The missing pages.
-    #[must_use]
-    pub fn pages(&self) -> &PageSet {
-        &self.missing
-    }
-
     /// Number of missing pages.
     #[must_use]
     pub fn left(&self) -> u64 {

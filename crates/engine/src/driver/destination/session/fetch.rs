@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use vmferry_memory::PageSet;
+use vmferry_memory::{PageRun, PageSet};
 
 use super::Session;
 use crate::data::destination::missing::{MissingPages, MissingSet};
@@ -13,7 +13,17 @@ use crate::stats::FetchStats;
 use crate::vmm::DestinationVm;
 
 impl<V: DestinationVm> Session<'_, V> {
-    /// Frees outdated pages, and fetches all missing ones that are touched from now on.
+    /// Frees pages that are outdated.
+    pub(super) fn free_outdated(&self, runs: &[PageRun]) -> Result<(), MigrateError> {
+        let Some(Target::Memory(target)) = &self.target else { return Ok(()) };
+        for &run in runs {
+            target.memory.discard(run)?;
+            target.hashes.forget(run);
+        }
+        Ok(())
+    }
+
+    /// Fetches all missing pages that are touched from now on.
     pub(super) fn fetch_missing(&mut self, missing: PageSet) -> Result<(), MigrateError> {
         // No thread places pages in the old way from here on.
         self.end_lanes();

@@ -184,7 +184,7 @@ impl MemoryGuest {
     /// Reports to the destination the pages that were not sent. They count as never sent.
     fn tell_lacking<V: Resume>(&mut self, core: &mut Core<'_, V>) -> Option<Input> {
         let lacking = self.harvester.pending();
-        self.hashes.forget(lacking);
+        lacking.runs().for_each(|run| self.hashes.forget(run));
         lacking_messages(lacking).find_map(|message| core.send(&message))
     }
 

@@ -39,6 +39,11 @@ fn lost() -> MigrateError {
     MigrateError::Cancelled { during: "a test" }
 }
 
+/// The answer to the last ping.
+fn answered(source: &Source) -> Input {
+    Input::Control(ControlMessage::Pong { nonce: source.common.pings.sent })
+}
+
 /// The number of the first fetch lane: there is one data lane.
 const FETCH: u8 = 1;
 
@@ -51,9 +56,11 @@ fn paused() -> Source {
     let mut source = after_one_round(config(PostCopy::Now));
     let _ = did(&mut source);
     source.handle(NOW, many());
-    assert!(matches!(did(&mut source)[..], [Action::OpenFetchLanes { .. }]));
-    assert_phase!(source, OpeningFetch, "the guest still runs");
+    let opens = did(&mut source);
+    assert!(matches!(opens[..], [Action::TellLacking, Action::OpenFetchLanes { .. }]), "{opens:?}");
     source.handle(NOW, Input::FetchLanesJoined);
+    assert_phase!(source, OpeningFetch, "the guest still runs");
+    source.handle(NOW, answered(&source));
     assert!(matches!(did(&mut source)[..], [Action::Pause]));
     source.handle(NOW, Input::Paused { stood_still: NOW });
     source.handle(NOW, Input::LastHarvest { pages: 9, took: NOW });
@@ -141,10 +148,27 @@ fn lost_data_lane_after_final_is_not_missed() {
 fn guest_is_not_paused_while_a_link_is_lost() {
     let mut source = after_one_round(config(PostCopy::Now));
     source.handle(NOW, many());
+    let _ = did(&mut source);
     source.handle(NOW, lane_lost(0, 0));
     source.handle(NOW, Input::FetchLanesJoined);
+    assert_phase!(source, OpeningFetch, "the destination may still be freeing pages");
+    source.handle(NOW, answered(&source));
     assert_phase!(source, Sending, "the round is sent as in pre-copy");
     assert_eq!(source.common.kind, SessionKind::PreCopy);
+    let withdraws = |action: &Action| matches!(action, Action::Send(ControlMessage::Withdraw {}));
+    assert!(did(&mut source).iter().any(withdraws), "no page is missing any more");
+}
+
+/// A destination that resumes a session has withdrawn LACKING itself.
+#[test]
+fn round_is_sent_once_the_control_channel_is_reestablished() {
+    let mut source = after_one_round(config(PostCopy::Now));
+    source.handle(NOW, many());
+    source.handle(NOW, Input::LinkLost(lost()));
+    source.handle(NOW, Input::FetchLanesJoined);
+    assert_phase!(source, OpeningFetch);
+    source.handle(NOW, Input::Resumed);
+    assert_phase!(source, Sending);
 }
 
 #[test]
@@ -152,6 +176,7 @@ fn guest_is_resumed_if_a_link_is_lost_while_it_is_paused() {
     let mut source = after_one_round(config(PostCopy::Now));
     source.handle(NOW, many());
     source.handle(NOW, Input::FetchLanesJoined);
+    source.handle(NOW, answered(&source));
     source.handle(NOW, lane_lost(0, 0));
     source.handle(NOW, Input::Paused { stood_still: NOW });
     source.handle(NOW, Input::LastHarvest { pages: 9, took: NOW });
