@@ -5,7 +5,7 @@
 //! no other thread touches, and measures each access from before to after. This process has a
 //! handler thread for each descriptor, which places a page for each fault. The pages are at hand:
 //! nothing is fetched, except in the last row, where one thread of this process waits for pages
-//! that come over the engine's fault lane with TLS.
+//! that come over the engine's fetch lane with TLS.
 //!
 //! The limits are placing without faults, and a page fetched over rustls on loopback. The latter
 //! and the fault of a single thread together are the floor of a post-copy fault.
@@ -34,7 +34,7 @@ const DESCRIPTORS: [usize; 5] = [1, 2, 4, 8, 16];
 /// runs, except for the maximum.
 #[derive(Serialize)]
 struct FaultsRow {
-    /// `placed`: the pages are at hand. `fetched`: they come over a fault lane with TLS.
+    /// `placed`: the pages are at hand. `fetched`: they come over a fetch lane with TLS.
     way: &'static str,
     threads: usize,
     descriptors: usize,

@@ -130,7 +130,7 @@ statistics! {
         pub send_ms: f64,
         /// From then until READY: the destination places, loads and compares.
         pub ready_ms: f64,
-        /// From writing COMMIT until RUNNING was received.
+        /// From writing COMMIT until RUNNING or FETCHING was received.
         pub commit_ms: f64,
     }
 
@@ -140,9 +140,9 @@ statistics! {
         pub rounds: Vec<RoundStats>,
         /// From the start of the dirty log to RUNNING or to the failure, without `verify_ms`.
         pub total_ms: f64,
-        /// From the pause of the guest until RUNNING was received, without `verify_ms`. This is an
-        /// upper bound of the guest's downtime, by half a round trip. 0 if the guest was never
-        /// paused.
+        /// From the pause of the guest until RUNNING was received, or FETCHING with post-copy,
+        /// without `verify_ms`. This is an upper bound of the guest's downtime, by half a round
+        /// trip. 0 if the guest was never paused.
         pub downtime_ms: f64,
         /// All earlier pauses for harvests together, in milliseconds.
         pub harvest_pauses_ms: f64,

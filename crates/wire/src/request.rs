@@ -1,4 +1,4 @@
-//! A request for pages, which a destination sends on a fault lane while its guest already runs.
+//! A request for pages, which a destination sends on a fetch lane while its guest already runs.
 //!
 //! ```text
 //!  0      2       4        8

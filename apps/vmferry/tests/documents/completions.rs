@@ -35,7 +35,7 @@ fn completions_work_in_bash() {
     assert_eq!(downtime, ["--downtime-limit", "--downtime-abort"]);
     assert_eq!(completed(&script, &["vmferry", "pki", "re"]), ["revoke"]);
     let ways = completed(&script, &["vmferry", "send", "--when-stuck", ""]);
-    assert_eq!(ways, ["refuse", "switch-over"]);
+    assert_eq!(ways, ["refuse", "switch-over", "post-copy"]);
     assert!(!completed(&script, &["vmferry", ""]).contains(&"guard".to_owned()));
 }
 

@@ -5,7 +5,7 @@ use std::fs::{read_dir, read_to_string};
 use std::path::{Path, PathBuf};
 
 /// Crates whose errors reach people.
-const CRATES: [&str; 17] = [
+const CRATES: [&str; 18] = [
     "apps/inspect",
     "apps/report",
     "apps/sandbox",
@@ -15,6 +15,7 @@ const CRATES: [&str; 17] = [
     "crates/control",
     "crates/dirty",
     "crates/engine",
+    "crates/faults",
     "crates/handover",
     "crates/libvirt-rpc",
     "crates/memory",

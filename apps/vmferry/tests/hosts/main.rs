@@ -15,6 +15,7 @@ mod inspect;
 mod leftovers;
 mod live;
 mod peers;
+mod post_copy;
 mod report;
 mod sandbox;
 mod shapes;
