@@ -36,8 +36,8 @@
 //! as a whole. Elsewhere the unit is 4 KiB, also if the kernel may use transparent huge pages: it
 //! does not fill a registered range with them.
 //!
-//! `unsafe` is confined to `ioctl` (the ioctls of this mode). One function is `unsafe` to call:
-//! [`FaultDescriptor::register_missing`].
+//! `unsafe` is confined to `ioctl` (the ioctls of this mode). Two functions are `unsafe` to call:
+//! [`FaultDescriptor::register_missing`] and [`FaultRanges::register_blocks`].
 
 mod descriptor;
 mod error;

@@ -103,6 +103,38 @@ impl FaultRanges {
         Ok(all)
     }
 
+    /// Registers whole slots, in the memory of the process that has created the descriptor, as one
+    /// share. Each is at these host-virtual addresses.
+    ///
+    /// # Safety
+    /// As [`FaultDescriptor::register_missing`].
+    ///
+    /// # Errors
+    /// As [`of`](Self::of) and [`FaultDescriptor::register_missing`]; then nothing is registered.
+    pub unsafe fn register_blocks(
+        blocks: &[(SlotId, Range<u64>)],
+        descriptor: &FaultDescriptor,
+    ) -> Result<Self, FaultError> {
+        let mut ranges = Vec::new();
+        for (slot, addresses) in blocks {
+            // SAFETY: as the caller has promised.
+            let registered = unsafe { descriptor.register_missing(addresses) };
+            if let Err(error) = registered {
+                // The error that counts is the first one.
+                let _ = Self::of(ranges).and_then(|ranges| ranges.unregister());
+                return Err(error);
+            }
+            ranges.push(FaultRange {
+                slot: *slot,
+                first_page: 0,
+                addresses: addresses.clone(),
+                share: 0,
+                descriptor: descriptor.try_clone()?,
+            });
+        }
+        Self::of(ranges)
+    }
+
     /// Takes ranges that were registered elsewhere.
     ///
     /// # Errors

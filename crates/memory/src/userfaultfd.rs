@@ -67,14 +67,20 @@ pub enum FaultOrigin {
     UserAndKernel,
 }
 
+/// The argument of the system call: the descriptor is closed by `execve`, and non-blocking.
+#[must_use]
+pub fn flags(origin: FaultOrigin) -> libc::c_int {
+    let only = if origin == FaultOrigin::UserMode { UFFD_USER_MODE_ONLY } else { 0 };
+    libc::O_CLOEXEC | libc::O_NONBLOCK | only
+}
+
 /// Creates a userfaultfd of this process by the system call: closed by `execve`, and non-blocking,
 /// without which `poll` reports an error.
 ///
 /// # Errors
 /// `EPERM` if the process may not handle these faults; `ENOSYS` if the kernel has no userfaultfd.
 pub fn create(origin: FaultOrigin) -> io::Result<OwnedFd> {
-    let only = if origin == FaultOrigin::UserMode { UFFD_USER_MODE_ONLY } else { 0 };
-    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | only;
+    let flags = flags(origin);
     // SAFETY: the call takes flags only and returns a new descriptor or -1.
     let descriptor = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
     if descriptor < 0 {

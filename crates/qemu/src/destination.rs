@@ -1,5 +1,6 @@
 //! A QEMU that waits for a guest, as the engine's destination.
 
+mod faults;
 mod memory;
 #[cfg(test)]
 mod tests;
@@ -13,8 +14,11 @@ use serde::de::DeserializeOwned;
 use serde_json::json;
 use uuid::Uuid;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
+use vmferry_faults::FaultRanges;
+use vmferry_memory::GuestMemory;
 use vmferry_wire::{GuestIdentity, SessionId};
 
+use self::faults::Faults;
 use self::memory::{compare, empty, find_memory, not_ours};
 use crate::arrived::{Note, Whereabouts};
 use crate::carried::{self, Arrival, Description, Place};
@@ -67,6 +71,8 @@ pub struct QemuDestination {
     _lock: Option<Lock>,
     /// The guest was paused at the source, and stays paused.
     stays_paused: bool,
+    /// Reports missing pages, with post-copy.
+    faults: Option<Faults>,
 }
 
 /// The guest that is accepted; any guest by default.
@@ -165,7 +171,20 @@ impl QemuDestination {
             note: None,
             _lock: lock,
             stays_paused: false,
+            faults: None,
         })
+    }
+
+    /// Lets attached guests run here before all their pages have arrived. QEMU creates a
+    /// userfaultfd for that.
+    ///
+    /// # Errors
+    /// Its process is not visible or may not be traced, or it may not handle the faults of KVM.
+    pub fn allow_post_copy(&mut self) -> Result<(), QemuError> {
+        let socket = || QemuError::Unseen { path: self.qmp.path().to_owned() };
+        let pid = self.pid().ok_or_else(socket)?;
+        self.faults = Some(Faults::create(pid)?);
+        Ok(())
     }
 
     /// Names the receiver that this QEMU belongs to: its next process [finds](crate::Arrived::find)
@@ -330,6 +349,16 @@ impl DestinationVm for QemuDestination {
             note.stays_paused()?;
         }
         Ok(())
+    }
+
+    fn takes_post_copy(&self) -> bool {
+        self.faults.is_some() && self.arrival.is_none()
+    }
+
+    fn register_faults(&mut self, _memory: &GuestMemory) -> Result<FaultRanges, VmError> {
+        let ram = self.ram.as_ref().map_err(|error| vmferry::chain(error))?;
+        let faults = self.faults.as_ref().ok_or("no post-copy was allowed")?;
+        Ok(faults.register(&ram.ranges)?)
     }
 
     fn load(&mut self, bytes: &[u8]) -> Result<(), VmError> {

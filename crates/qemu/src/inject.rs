@@ -25,6 +25,8 @@ use std::time::{Duration, Instant};
 use rustix::fd::AsFd;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 
+use vmferry_memory::userfaultfd::{self, FaultOrigin};
+
 use crate::error::QemuError;
 use crate::process;
 use crate::qmp::processes;
@@ -39,8 +41,6 @@ const LOOKS: u32 = 10_000;
 
 /// The most stops of a thread in a row that are not the end of its step.
 const STOPS: u32 = 16;
-
-const UFFD_USER_MODE_ONLY: i32 = 1;
 
 /// The child's result: what the call returned, or which step failed with which error.
 #[repr(C)]
@@ -78,13 +78,13 @@ impl Drop for Injected {
     }
 }
 
-/// Creates a userfaultfd in process `pid` and fetches it.
+/// Creates a userfaultfd for these faults in process `pid` and fetches it.
 ///
 /// # Errors
 /// If ptrace is not permitted, if no thread waits in a system call, or if `userfaultfd` fails
 /// there.
-pub fn userfaultfd(pid: u32) -> Result<Injected, QemuError> {
-    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK | UFFD_USER_MODE_ONLY;
+pub fn userfaultfd(pid: u32, faults: FaultOrigin) -> Result<Injected, QemuError> {
+    let flags = userfaultfd::flags(faults);
     let number = system_call(pid, libc::SYS_userfaultfd, flags as u64)? as i32;
     let descriptor = fetch(pid, number).map_err(|error| QemuError::Inject {
         pid,

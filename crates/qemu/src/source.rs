@@ -8,6 +8,7 @@ use serde_json::json;
 use vmferry::vmm::free_pages::{FreePages, PunchedPages};
 use vmferry::{GuestDescription, HarvestGuard, Resume, SourceVm, StateEstimate, VmError};
 use vmferry_dirty::{DirtyLog, UffdLog};
+use vmferry_memory::userfaultfd::FaultOrigin;
 use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
@@ -87,7 +88,7 @@ impl QemuSource {
         let settings = Settings::read(&mut qmp)?;
         // QEMU itself creates a userfaultfd only while it migrates, which it does not.
         inject::close_leftovers(pid)?;
-        let userfaultfd = inject::userfaultfd(pid)?;
+        let userfaultfd = inject::userfaultfd(pid, FaultOrigin::UserMode)?;
         let ours = userfaultfd
             .descriptor
             .try_clone()

@@ -21,7 +21,7 @@ fn waiting_process_yields_a_userfaultfd_and_continues() {
     // It waits in `read`, which must be restarted and not fail with EINTR.
     let (mut child, mut input, mut output) = echoing();
     for _ in 0..20 {
-        let injected = userfaultfd(child.id()).unwrap();
+        let injected = userfaultfd(child.id(), FaultOrigin::UserMode).unwrap();
         let there = format!("/proc/{}/fd/{}", child.id(), injected.number);
         let here = format!("/proc/self/fd/{}", injected.descriptor.as_raw_fd());
         for name in [&there, &here] {
@@ -43,7 +43,7 @@ fn waiting_process_yields_a_userfaultfd_and_continues() {
 fn reused_descriptor_number_is_left_alone() {
     let (mut child, _input, _output) = echoing();
     let pid = child.id();
-    let injected = userfaultfd(pid).unwrap();
+    let injected = userfaultfd(pid, FaultOrigin::UserMode).unwrap();
     let number = injected.number as u64;
     system_call(pid, libc::SYS_close, number).unwrap();
     // Duplicates its standard input to the number that has become free.
@@ -58,7 +58,7 @@ fn reused_descriptor_number_is_left_alone() {
 fn leftovers_are_closed_unless_another_process_uses_them() {
     let (mut child, _input, _output) = echoing();
     let pid = child.id();
-    let injected = userfaultfd(pid).unwrap();
+    let injected = userfaultfd(pid, FaultOrigin::UserMode).unwrap();
     let there = format!("/proc/{pid}/fd/{}", injected.number);
     let error = close_leftovers(pid).unwrap_err();
     let own = std::process::id();
@@ -66,7 +66,7 @@ fn leftovers_are_closed_unless_another_process_uses_them() {
     assert!(std::fs::exists(&there).unwrap());
     drop(injected);
     // A leftover of a killed sender: only the process itself still has it.
-    let flags = libc::O_CLOEXEC | UFFD_USER_MODE_ONLY;
+    let flags = libc::O_CLOEXEC | userfaultfd::flags(FaultOrigin::UserMode) & !libc::O_NONBLOCK;
     let number = system_call(pid, libc::SYS_userfaultfd, flags as u64).unwrap();
     close_leftovers(pid).unwrap();
     assert!(!std::fs::exists(format!("/proc/{pid}/fd/{number}")).unwrap());
@@ -79,7 +79,7 @@ fn ended_process_is_an_error() {
     let mut child = Command::new("true").spawn().unwrap();
     let pid = child.id();
     child.wait().unwrap();
-    assert!(userfaultfd(pid).is_err());
+    assert!(userfaultfd(pid, FaultOrigin::UserMode).is_err());
 }
 
 /// Waits until a process is stopped, or continues.
@@ -103,7 +103,7 @@ fn stopped_process_makes_the_call_and_stays_stopped() {
     for _ in 0..50 {
         signal(&child, rustix::process::Signal::STOP);
         until_stopped(&child, true);
-        let injected = userfaultfd(child.id()).unwrap();
+        let injected = userfaultfd(child.id(), FaultOrigin::UserMode).unwrap();
         let there = format!("/proc/{}/fd/{}", child.id(), injected.number);
         let name = std::fs::read_link(&there).unwrap();
         assert_eq!(name.to_str(), Some("anon_inode:[userfaultfd]"));

@@ -14,6 +14,7 @@ mod kvm_lost_pages;
 mod kvm_network;
 mod memory_files;
 mod migration;
+mod post_copy;
 mod stream;
 mod support;
 mod vcpus;
