@@ -118,6 +118,14 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     Ok(Results { plots, ..Results::new("faults", rows, yardsticks, ratios) })
 }
 
+/// The floor of a post-copy fault in microseconds: the median fault of one thread whose pages are
+/// at hand, plus the median time to fetch a page over raw rustls on loopback.
+pub fn post_copy_floor_us(quick: bool) -> anyhow::Result<f64> {
+    let plan = if quick { QUICK } else { USUAL };
+    let order = Order { threads: 1, descriptors: 1, pages: plan.pages, faults: plan.faults };
+    Ok(measure(order)?.p50_us + yardsticks::fetch_p50_us(plan.round_trips)?)
+}
+
 /// Runs a guest once.
 fn measure(order: Order) -> anyhow::Result<Sample> {
     warm_up(order.faults)?;

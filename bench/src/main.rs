@@ -14,6 +14,7 @@ mod interrupt;
 mod libvirt;
 mod machine;
 mod place;
+mod post_copy;
 mod qemu;
 mod qemus;
 mod raw;
@@ -80,6 +81,9 @@ enum Name {
     /// Missing pages of a guest, served by userfaultfd: faults per second and their latency, by
     /// number of threads and descriptors. Needs root.
     Faults,
+    /// Guests that run before their memory has arrived: QEMU's post-copy and vmferry's, between two
+    /// network namespaces. Takes 15 minutes and 8 GiB of memory, and needs root.
+    PostCopy,
     /// Pages per second with each compression method, by content and link.
     Compression,
     /// Total time with and without free-page hints, for idle and busy guests of 8 and 128 GB. Takes
@@ -110,7 +114,7 @@ fn main() -> anyhow::Result<()> {
         "--full works only with `compression`, which has a full size"
     );
     match arguments.name {
-        Name::Qemu | Name::Carried => interrupt::kill_children_on_signal()?,
+        Name::Qemu | Name::Carried | Name::PostCopy => interrupt::kill_children_on_signal()?,
         Name::Libvirt => interrupt::stop_on_signal()?,
         _ => {}
     }
@@ -143,6 +147,7 @@ fn measure(arguments: &Arguments) -> anyhow::Result<Results> {
         Name::Bitmap => bitmap::run(arguments.quick)?,
         Name::FreePages => free_pages::run(arguments.quick)?,
         Name::Faults => faults::run(arguments.quick)?,
+        Name::PostCopy => post_copy::run(arguments.quick)?,
         Name::Transport => transport::run(arguments.quick)?,
         Name::Compression => compression::run(match (arguments.quick, arguments.full) {
             (true, _) => compression::Size::Quick,

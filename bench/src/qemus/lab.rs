@@ -1,9 +1,11 @@
 //! The environment of the QEMU benchmarks: a directory, certificates, and the `vmferry` command.
 
+use std::net::Ipv4Addr;
 use std::path::PathBuf;
 use std::process::Command;
 
 use anyhow::{Context, ensure};
+use vmferry_net_lab::{DESTINATION_ADDRESS, SOURCE_ADDRESS};
 use vmferry_qemu_lab::World;
 
 /// The directory for sockets and certificates, and the command.
@@ -37,7 +39,13 @@ impl Lab {
         };
         let (pki, out) = (pki.display().to_string(), tls.display().to_string());
         run(&["init", "--dir", &pki])?;
-        run(&["issue", "bench", "--dir", &pki, "--out", &out, "--address", "127.0.0.1"])?;
+        let mut issue = vec!["issue", "bench", "--dir", &pki, "--out", &out];
+        let addresses = [Ipv4Addr::LOCALHOST, SOURCE_ADDRESS, DESTINATION_ADDRESS];
+        let addresses = addresses.map(|address| address.to_string());
+        for address in &addresses {
+            issue.extend(["--address", address]);
+        }
+        run(&issue)?;
         // The names that QEMU's `tls-creds-x509` expects.
         for (ours, theirs) in [
             ("ca.pem", "ca-cert.pem"),

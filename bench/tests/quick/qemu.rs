@@ -1,5 +1,5 @@
-//! The benchmarks of QEMU guests: `qemu` and `carried`. They need the `vmferry` command in the
-//! directory of the benchmark, where the workspace's tests build it.
+//! The benchmarks of QEMU guests: `qemu`, `carried` and `post-copy`. They need the `vmferry` command
+//! in the directory of the benchmark, where the workspace's tests build it.
 
 use serde_json::Value;
 
@@ -47,4 +47,29 @@ fn carried_prints_the_documented_json() {
         }
     }
     assert_eq!(results["aims"].as_array().map(Vec::len), Some(3));
+}
+
+#[test]
+#[ignore = "slow: `make test-all` runs it"]
+fn post_copy_prints_the_documented_json() {
+    vmferry_kit::need_kvm();
+    let results = run("post-copy");
+    assert_eq!(rows(&results).len(), 10, "2 links, 2 methods of QEMU and 3 of vmferry");
+    for row in rows(&results) {
+        // A small guest may find all its pages before it touches them.
+        assert_positive(row, &["missing_pages", "fetch_ms", "fetch_mb_per_s", "downtime_ms"]);
+        let is_ours = row["way"].as_str().is_some_and(|way| !way.starts_with("QEMU"));
+        assert_eq!(row["precopy_mb_per_s"].as_f64() > Some(0.0), is_ours, "{row}");
+    }
+    assert!(results["yardsticks"]["post_copy_floor_p50_us"].as_f64() > Some(0.0));
+    for link in ["uncapped", "350mbit"] {
+        for figure in ["fault_mean_over_qemu", "fault_p99_over_qemu", "downtime_hot_over_qemu"] {
+            // Without a wait of QEMU's small guest it is no number.
+            let name = format!("{figure}_{link}");
+            assert!(results["ratios"].get(&name).is_some(), "{name}");
+        }
+        let work = format!("guest_work_over_qemu_{link}");
+        assert_ratios(&results, &[&work, &format!("drain_over_precopy_throughput_{link}")]);
+    }
+    assert_eq!(results["aims"].as_array().map(Vec::len), Some(19));
 }
