@@ -64,7 +64,7 @@ impl Phase {
         }
         common.wait.since = now;
         let phase = match self {
-            Self::Serving(serving) => serving.on_word(common, now),
+            Self::Serving(serving) => serving.on_word(common, now, word),
             phase => phase,
         };
         phase.hand_over(common, now, SourceEvent::Word(word))

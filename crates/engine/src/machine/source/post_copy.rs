@@ -10,7 +10,7 @@
 
 use std::time::Duration;
 
-use vmferry_wire::{ControlMessage, FetchLanes};
+use vmferry_wire::{ControlMessage, FetchLanes, SessionWord};
 
 use super::common::{Common, ms};
 use super::io::{Action, Report};
@@ -150,6 +150,22 @@ impl Common {
         link.attempts += 1;
         let attempt = link.attempts;
         self.act(Action::RejoinLane { lane, token, attempt, delay });
+    }
+
+    /// Has every fetch lane redialed that is not being redialed anyway: the destination has
+    /// answered on another channel. The old channels may have been lost without a trace, and this
+    /// side, which only answers on them, would never notice.
+    fn renew_fetch_lanes(&mut self, now: Duration) {
+        for (index, lane) in (self.config.channels.get()..).enumerate() {
+            let Some(link) = self.post_copy.lanes.get_mut(index) else { return };
+            if link.lost.is_some() {
+                continue;
+            }
+            link.lost = Some(now);
+            let reason = "the destination was not heard for a while".to_owned();
+            self.report(Report::LinkLost { channel: channel_name(Some(lane)), reason });
+            self.redial_fetch_lane(lane, Duration::ZERO);
+        }
     }
 }
 
@@ -298,12 +314,16 @@ impl Phase {
         if let Some(since) = self.promised_at() {
             common.stats.downtime.commit_ms = ms(now.saturating_sub(since));
         }
+        let was_asked = matches!(self, Self::Asking(_));
         common.report(Report::Serving { pages: common.stats.missing_pages });
         common.links.forget_losses();
         let first = common.config.channels.get();
         let lost = (first..).zip(&common.post_copy.lanes).filter(|(_, link)| link.lost.is_some());
         let lost: Vec<u8> = lost.map(|(lane, _)| lane).collect();
         lost.into_iter().for_each(|lane| common.redial_fetch_lane(lane, Duration::ZERO));
+        if was_asked {
+            common.renew_fetch_lanes(now);
+        }
         common.pings.on_new_channel(now);
         Self::Serving(Serving { since: now, is_heard: true })
     }
@@ -311,8 +331,16 @@ impl Phase {
 
 impl Serving {
     /// The destination has answered. Its channel carries the next word.
-    pub(super) fn on_word(mut self, common: &mut Common, now: Duration) -> Phase {
+    pub(super) fn on_word(
+        mut self,
+        common: &mut Common,
+        now: Duration,
+        word: SessionWord,
+    ) -> Phase {
         if !std::mem::replace(&mut self.is_heard, true) {
+            if word == SessionWord::Fetching {
+                common.renew_fetch_lanes(now);
+            }
             common.pings.on_new_channel(now);
         }
         Phase::Serving(self)

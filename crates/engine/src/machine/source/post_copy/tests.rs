@@ -1,5 +1,5 @@
 use vmferry_memory::GuestBytes;
-use vmferry_wire::{ControlMessage, SessionWord};
+use vmferry_wire::ControlMessage;
 
 use super::super::fixture::{DIGEST, after_one_round, assert_phase, harvested};
 use super::*;
@@ -231,12 +231,51 @@ fn serving_source_asks_whenever_it_does_not_hear_the_destination() {
     source.handle(now, answer(&source, SessionWord::Unknown));
     assert!(asks(&mut source));
     source.handle(now, answer(&source, SessionWord::Fetching));
-    assert!(did(&mut source).is_empty());
+    assert!(!did(&mut source).iter().any(|action| matches!(action, Action::Ask { .. })));
     now += timeouts.silence;
     source.handle(now, Input::Tick);
     assert!(asks(&mut source), "the channel on which it has answered is silent");
     source.handle(now, answer(&source, SessionWord::Owns));
     assert!(matches!(source.ending(), Some(Ending::Given)));
+}
+
+/// The fetch lanes that are redialed.
+fn redialed(source: &mut Source) -> Vec<u8> {
+    let lane =
+        |action| if let Action::RejoinLane { lane, .. } = action { Some(lane) } else { None };
+    did(source).into_iter().filter_map(lane).collect()
+}
+
+/// Requests may have been lost with a channel whose end no packet has reported.
+#[test]
+fn fetch_lanes_are_redialed_when_the_destination_is_heard_again() {
+    let fetching = SessionWord::Fetching;
+    let mut source = serving();
+    source.handle(NOW, answer(&source, fetching));
+    assert!(redialed(&mut source).is_empty(), "it was never away");
+    source.handle(NOW, lane_lost(FETCH + 1, 0));
+    assert_eq!(redialed(&mut source), [FETCH + 1]);
+    source.handle(NOW, Input::LinkLost(lost()));
+    source.handle(NOW, answer(&source, SessionWord::Unknown));
+    assert!(redialed(&mut source).is_empty(), "another host has answered");
+    source.handle(NOW, answer(&source, fetching));
+    assert_eq!(redialed(&mut source), [FETCH, FETCH + 2], "the third is being redialed");
+    source.handle(NOW, answer(&source, fetching));
+    assert!(redialed(&mut source).is_empty());
+}
+
+/// The destination may have begun to fetch long ago.
+#[test]
+fn fetch_lanes_are_redialed_after_a_doubt() {
+    let mut source = final_sent();
+    let ready = ControlMessage::Ready { digest: DIGEST, load_us: 0 };
+    source.handle(NOW, Input::Control(ready));
+    source.handle(NOW, Input::CommitWritten(Ok(())));
+    source.handle(NOW, Input::LinkLost(lost()));
+    assert!(redialed(&mut source).is_empty());
+    source.handle(NOW, answer(&source, SessionWord::Fetching));
+    assert_phase!(source, Serving);
+    assert_eq!(redialed(&mut source), [FETCH, FETCH + 1, FETCH + 2]);
 }
 
 #[test]
