@@ -1,5 +1,6 @@
 //! The destination: its disk, and a process that listens and drives the engine's machine.
 
+mod fetch;
 mod greeting;
 mod lane;
 mod lanes;
@@ -70,7 +71,7 @@ impl DestinationHost {
         let token = Token(network.rng.u128(..).to_le_bytes());
         let our_side = DestinationSide { protocol: network.protocol, ..DestinationSide::default() };
         let machine = Destination::new(timeouts, token, our_side, network.now());
-        let session = Session::new(machine, guest.attach(), token, control, plan.sabotage);
+        let session = Session::new(machine, guest.attach(), token, control, plan);
         Self {
             guest,
             outlives: plan.outlives,
@@ -214,6 +215,12 @@ impl DestinationHost {
                 }
                 return;
             }
+            if let Some(lane) = session.fetch_lane_of(channel) {
+                if let Some(input) = session.heard_on_fetch_lane(lane, bytes, network) {
+                    self.tell(input, network);
+                }
+                return;
+            }
             let link = session.links.iter().find(|(_, at)| **at == channel).map(|(link, _)| *link);
             if let Some(link) = link {
                 return self.heard(link, bytes, network);
@@ -289,10 +296,21 @@ impl DestinationHost {
             if let Some(input) = session.lane_lost(lane, error, network) {
                 self.tell(input, network);
             }
+        } else if let Some(lane) = session.fetch_lane_of(channel) {
+            if let Some(input) = session.fetch_lane_lost(lane, network) {
+                self.tell(input, network);
+            }
         } else if session.links.get(&LinkId::CONTROL) == Some(&channel) {
             self.control_lost(end("control"), network);
         } else {
             session.links.retain(|_, at| *at != channel);
+        }
+    }
+
+    /// Requests the pages that the guest has touched.
+    pub fn request_faults(&mut self, network: &mut Network) {
+        if let Some(session) = self.session.as_mut().filter(|_| !self.absence.is_away()) {
+            session.request_faults(network);
         }
     }
 

@@ -1,6 +1,7 @@
 //! A guest that writes its memory and knows the expected content, and the VMMs around it.
 
 mod balloon;
+mod missing;
 mod vm;
 mod write_log;
 
@@ -14,6 +15,8 @@ use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
 use self::balloon::Balloon;
+pub use self::missing::Fetched;
+use self::missing::Missing;
 pub use self::vm::Vm;
 use self::write_log::WriteLog;
 use crate::host::Host;
@@ -40,6 +43,10 @@ pub struct Ledger {
     /// How often the source has resumed the guest: a state saved before the last time is outdated.
     stretch: u64,
     ran_there: bool,
+    /// Pages that the guest at the destination lacks.
+    lacking: u64,
+    /// What it has fetched.
+    pub fetched: Fetched,
     /// The violations of the promises.
     pub violations: Vec<String>,
 }
@@ -70,6 +77,11 @@ impl Ledger {
 /// A page: its slot, and its number in the slot.
 type Page = (u16, u64);
 
+/// A page's guest-physical address.
+fn gpa_of(page: Page) -> u64 {
+    (u64::from(page.0) << 32) + page.1 * PAGE_SIZE as u64
+}
+
 /// The page that a VMM writes when it loads a state.
 const OPTION_ROM: Page = (1, 599);
 
@@ -91,6 +103,7 @@ struct State {
     /// The version of each page that was ever written; 0 for a zeroed page.
     written: BTreeMap<Page, u64>,
     next_version: u64,
+    missing: Missing,
     /// The stretch of the source in which the loaded state was saved.
     stretch: u64,
     faults: Vec<VmCall>,
@@ -115,6 +128,7 @@ impl Guest {
             quiet: false,
             written: BTreeMap::new(),
             next_version: 1,
+            missing: Missing::default(),
             stretch: 0,
             faults: Vec::new(),
             load_writes: false,
@@ -170,10 +184,7 @@ impl Guest {
         state.process += 1;
         if with_guest {
             state.set_running(false);
-            state.waits = false;
-            state.memory = None;
-            state.written.clear();
-            state.balloon = Balloon::default();
+            state.vanish();
         }
     }
 
@@ -194,14 +205,21 @@ impl Guest {
             return;
         }
         for _ in 0..writes {
+            if state.missing.stops_the_guest() {
+                return;
+            }
             state.write(rng);
         }
     }
 
-    /// Compares the memory with the guest's writes.
+    /// Compares the memory with the guest's writes. It must be complete.
     pub fn check(&self) {
         let state = self.lock();
-        if let Err(text) = state.check() {
+        let whole = match state.missing.left() {
+            0 => state.check(),
+            left => Err(format!("{left} pages are missing")),
+        };
+        if let Err(text) = whole {
             state.ledger.lock().violations.push(format!("{:?}: {text}", state.host));
         }
     }
@@ -242,40 +260,72 @@ impl State {
         };
         let version = if rng.u32(..8) == 0 { 0 } else { self.next_version };
         self.next_version += 1;
+        if self.missing.has(page) {
+            return self.missing.touch(page);
+        }
+        if self.missing.is_known()
+            && let Err(text) = self.check_page(page)
+        {
+            self.ledger.lock().violations.push(format!("the guest reads a wrong page: {text}"));
+        }
+        self.store(page, version);
+    }
+
+    /// Writes a page that is there.
+    fn store(&mut self, page: Page, version: u64) {
         let Some(memory) = &self.memory else { return };
-        let gpa = (u64::from(page.0) << 32) + page.1 * PAGE_SIZE as u64;
-        if memory.write_at(gpa, &content(page, version)).is_ok() {
+        if memory.write_at(gpa_of(page), &content(page, version)).is_ok() {
             self.log.mark(page);
             self.balloon.uses(page);
             self.written.insert(page, version);
         }
     }
 
+    /// The guest is gone.
+    fn vanish(&mut self) {
+        self.waits = false;
+        self.memory = None;
+        self.written.clear();
+        self.balloon = Balloon::default();
+        self.missing = Missing::default();
+        self.count_missing();
+    }
+
+    /// Compares the pages that are there with the guest's writes.
     fn check(&self) -> Result<(), String> {
         let Some(memory) = &self.memory else { return Ok(()) };
-        let mut found = vec![0; PAGE_SIZE];
-        for (&page, &version) in &self.written {
-            let gpa = (u64::from(page.0) << 32) + page.1 * PAGE_SIZE as u64;
-            memory.read_at(gpa, &mut found).map_err(|error| error.to_string())?;
-            if found != content(page, version) {
-                return Err(format!("page {page:?} is not version {version}"));
-            }
-        }
+        self.written.keys().try_for_each(|&page| self.check_page(page))?;
         let populated = memory.populated().map_err(|error| error.to_string())?;
         for run in populated.runs() {
             for page in run.first..run.first + run.pages {
                 let page = (run.slot.0, page);
-                if self.balloon.is_free(page) || page == OPTION_ROM {
-                    continue;
-                }
-                let gpa = (u64::from(page.0) << 32) + page.1 * PAGE_SIZE as u64;
-                memory.read_at(gpa, &mut found).map_err(|error| error.to_string())?;
-                if !self.written.contains_key(&page) && found.iter().any(|&byte| byte != 0) {
-                    return Err(format!("page {page:?} was never written and is not zero"));
+                if !self.written.contains_key(&page) {
+                    self.check_page(page)?;
                 }
             }
         }
         Ok(())
+    }
+
+    /// Compares a page with the guest's writes, unless it is missing.
+    fn check_page(&self, page: Page) -> Result<(), String> {
+        let version = self.written.get(&page);
+        let matters = version.is_some() || !self.balloon.is_free(page) && page != OPTION_ROM;
+        let Some(memory) = self.memory.as_ref().filter(|_| matters && !self.missing.has(page))
+        else {
+            return Ok(());
+        };
+        let mut found = [0; PAGE_SIZE];
+        memory.read_at(gpa_of(page), &mut found).map_err(|error| error.to_string())?;
+        match version {
+            Some(&version) if found[..] != content(page, version) => {
+                Err(format!("page {page:?} is not version {version}"))
+            }
+            None if found.iter().any(|&byte| byte != 0) => {
+                Err(format!("page {page:?} was never written and is not zero"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Whether this call must fail. Each failure that was requested happens once.

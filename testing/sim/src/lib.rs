@@ -7,7 +7,9 @@
 //! journals are slow, journal writes fail in every way, processes die and restart, users cancel,
 //! and peers violate the protocol. After each schedule these promises are checked: at every instant
 //! at most one host ran the guest; no host ran an outdated copy of it; its memory is what it wrote;
-//! everything was decided in bounded time; and exactly one host has the guest.
+//! everything was decided in bounded time; and exactly one host has the guest. With post-copy also:
+//! the source kept its memory until the guest had all pages, and the guest never used a page before
+//! it had arrived. No schedule restarts a process while its guest lacks pages.
 
 mod absence;
 mod destination_host;
@@ -22,9 +24,13 @@ mod soak;
 mod source_host;
 mod world;
 
+pub use guest::Fetched;
 pub use host::Host;
 pub use hostile::forgeries;
-pub use plan::{Fault, MESSAGES, Plan, Sabotage, Seed, Step, VmCall, Ways, Where, WriteFault};
+pub use plan::{
+    Fault, MESSAGES, POST_COPY_MESSAGES, Plan, Sabotage, Seed, Step, VmCall, Ways, Where,
+    WriteFault,
+};
 pub use soak::{Failure, Summary, run_all};
 pub use source_host::SourceEnd;
 pub use world::{Outcome, run};

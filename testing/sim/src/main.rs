@@ -52,8 +52,8 @@ fn main() -> ExitCode {
 fn replay(seed: Seed) -> ExitCode {
     let plan = Plan::new(seed);
     println!(
-        "{seed}: {} lanes, verify {}, reconnection for {:?}, {:#?}",
-        plan.lanes, plan.verify, plan.reconnect, plan.faults
+        "{seed}: {} lanes, verify {}, post-copy {}, reconnection for {:?}, {:#?}",
+        plan.lanes, plan.verify, plan.post_copy, plan.reconnect, plan.faults
     );
     let outcome = run(&plan, true);
     for line in &outcome.trace {
@@ -120,6 +120,15 @@ fn print(whole: &Summary, options: &Options, next: u64, took: Duration) {
         whole.survived,
         whole.recalled,
         whole.must_be_given
+    );
+    println!(
+        "with post-copy: {} guests ran before all their pages were there, {} of them while a \
+         channel was cut; {} pages fetched, {} of them for a waiting vCPU, {} twice",
+        whole.fetching,
+        whole.cut_while_fetching,
+        whole.fetched_pages,
+        whole.faults,
+        whole.again_pages
     );
     for (end, count) in &whole.ends {
         println!("  {count:>8} {end}");

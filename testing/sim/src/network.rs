@@ -1,6 +1,8 @@
 //! Simulated time and network. Channels are ordered streams, each with its own delay, until a fault
 //! cuts, swallows, delays, repeats or damages their messages.
 
+mod silence;
+
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -9,9 +11,10 @@ use vmferry::MigrateError;
 use vmferry::machine::{destination, source};
 use vmferry_wire::ControlMessage;
 
+use self::silence::Silence;
 use crate::dial::Dial;
 use crate::host::Host;
-use crate::plan::{Fault, Plan, Ways, Where};
+use crate::plan::{Fault, Plan, Where};
 
 /// A channel's number.
 pub type ChannelId = usize;
@@ -99,13 +102,6 @@ struct Channel {
     closed: [bool; 2],
     /// When the last byte for each host arrives.
     last: [Duration; 2],
-}
-
-#[derive(Debug)]
-struct Silence {
-    until: Duration,
-    ways: Ways,
-    lost: bool,
 }
 
 /// A cut that has happened.
@@ -242,7 +238,8 @@ impl Network {
         let number = self.messages;
         self.messages += 1;
         self.note(|| format!("message {number} to {to:?}: {what}"));
-        let mut message = Message { bytes, delay: self.delay(), copies: 1, cut: None };
+        let fetches = matches!(what, "request" | "page");
+        let mut message = Message { bytes, delay: self.delay(), copies: 1, cut: None, fetches };
         let strikes: Vec<Fault> =
             self.faults.iter().copied().filter(|fault| fault.message() == Some(number)).collect();
         for fault in strikes {
@@ -262,7 +259,8 @@ impl Network {
                 self.away_until = self.away_until.max(self.now + away);
             }
             Fault::Silence { ways, lasts, lost, .. } => {
-                self.silence = Some(Silence { until: self.now + lasts, ways, lost });
+                let before = self.silence.take();
+                self.silence = Some(Silence::begin(self.now, lasts, (ways, lost), before));
             }
             Fault::Repeat { .. } => message.copies = 2,
             Fault::Delay { by, .. } => message.delay += by,
@@ -287,16 +285,17 @@ impl Network {
     }
 
     fn put(&mut self, id: ChannelId, to: Host, message: Message) {
-        let Message { mut bytes, delay, copies, cut } = message;
+        let Message { mut bytes, delay, copies, cut, fetches } = message;
         if let Some((Where::Within, _)) = cut {
             bytes.truncate(bytes.len() / 2);
         }
         let mut arrives = (self.now + delay).max(self.channels[id].last[to as usize]);
         let swallowed = self.silenced(to);
-        if let Some(Silence { until, lost: false, .. }) = swallowed {
-            arrives = arrives.max(*until + delay);
+        let loses = |silence: &Silence| silence.loses(fetches);
+        if let Some(silence) = swallowed.filter(|silence| !loses(silence)) {
+            arrives = arrives.max(silence.until + delay);
         }
-        let lost = swallowed.is_some_and(|silence| silence.lost)
+        let lost = swallowed.is_some_and(loses)
             || matches!(cut, Some((Where::Before, _)))
             || self.channels[id].cut.is_some_and(|at| at < arrives);
         self.channels[id].last[to as usize] = arrives;
@@ -352,7 +351,7 @@ impl Network {
     }
 
     fn silenced(&self, to: Host) -> Option<&Silence> {
-        self.silence.as_ref().filter(|silence| silence.until > self.now && silence.ways.cover(to))
+        self.silence.as_ref().filter(|silence| silence.covers(to, self.now))
     }
 
     /// Whether a new connection can be opened; an unanswered attempt ends by its timeout.
@@ -393,4 +392,6 @@ struct Message {
     delay: Duration,
     copies: u32,
     cut: Option<(Where, bool)>,
+    /// It is a request for pages, or a page, which nobody sends again on the same channel.
+    fetches: bool,
 }

@@ -2,6 +2,7 @@
 
 mod fault;
 mod generate;
+mod post_copy;
 mod sabotage;
 mod seed;
 mod step;
@@ -30,6 +31,8 @@ pub struct Plan {
     pub lanes: u8,
     /// Whether both memories are verified.
     pub verify: bool,
+    /// Whether the guest is handed over with post-copy.
+    pub post_copy: bool,
     /// Rounds with the guest running.
     pub rounds: u32,
     /// For how long a lost channel is reconnected; 0 gives up at once.
@@ -45,8 +48,11 @@ pub struct Plan {
     pub sabotage: Option<Sabotage>,
 }
 
-/// Upper bound of the messages of an undisturbed migration.
+/// Upper bound of the messages of an undisturbed migration without post-copy.
 pub const MESSAGES: u64 = 96;
+
+/// Upper bound of the messages of an undisturbed migration with post-copy.
+pub const POST_COPY_MESSAGES: u64 = 192;
 
 /// Upper bound of a host's journal writes.
 const WRITES: u64 = 4;
@@ -69,26 +75,30 @@ impl Plan {
 
     fn random(seed: Seed, number: u64) -> Self {
         let mut rng = Rng::with_seed(number);
+        let post_copy = post_copy::is_random(number);
+        let messages = if post_copy { POST_COPY_MESSAGES } else { MESSAGES };
         let reconnect = SECOND * [0, 0, 2, 5, 10, 30][rng.usize(..6)];
         let faults = if rng.u32(..3) == 0 {
-            (0..rng.u32(1..5)).map(|_| random_cut(&mut rng, SECOND * 2)).collect()
+            (0..rng.u32(1..5)).map(|_| random_cut(&mut rng, messages, SECOND * 2)).collect()
         } else {
             let count = [0, 1, 1, 2, 2, 2, 3, 3, 4, 5][rng.usize(..10)];
-            (0..count).map(|_| random_fault(&mut rng)).collect()
+            (0..count).map(|_| random_fault(&mut rng, messages)).collect()
         };
-        Self {
+        let plan = Self {
             seed,
             rng: rng.u64(..),
             protocol: protocol(number),
             lanes: [1, 2, 2, 4][rng.usize(..4)],
             verify: rng.bool(),
+            post_copy: false,
             rounds: rng.u32(1..4),
             reconnect,
             quiet: rng.u32(..8) == 0,
             outlives: outlives(number),
             faults,
             sabotage: None,
-        }
+        };
+        if post_copy { plan.with_post_copy() } else { plan }
     }
 
     /// Whether the link is the only fault and returns each time before either side gives up: all
@@ -101,7 +111,8 @@ impl Plan {
             _ => None,
         });
         let slow = matches!(self.faults[..], [Fault::Slow { .. }]);
-        slow || away.is_some_and(|away| away < self.reconnect)
+        // With post-copy a link that is lost between FINAL and COMMIT ends the migration.
+        slow || !self.post_copy && away.is_some_and(|away| away < self.reconnect)
     }
 
     /// Whether the only fault is a slow step for which the other side waits without being in doubt.
@@ -114,51 +125,67 @@ impl Plan {
         )
     }
 
-    /// The number of boundary schedules.
+    /// The number of boundary schedules. Those with post-copy are the last ones.
     #[must_use]
     pub fn boundaries() -> u64 {
-        let kinds = boundary_kinds(0).len() as u64;
-        SHAPES.len() as u64
-            * (kinds * MESSAGES + (write_faults().len() + VM_CALLS.len() + Step::ALL.len()) as u64)
+        Self::pre_copy_boundaries()
+            + post_copy::SHAPES.len() as u64 * one_faults(POST_COPY_MESSAGES)
+    }
+
+    fn pre_copy_boundaries() -> u64 {
+        SHAPES.len() as u64 * one_faults(MESSAGES)
     }
 
     fn boundary(seed: Seed, number: u64) -> Self {
-        let (lanes, verify, reconnect) = SHAPES[(number % SHAPES.len() as u64) as usize];
-        let number = number / SHAPES.len() as u64;
-        let kinds = boundary_kinds(0).len() as u64;
-        let by_message = kinds * MESSAGES;
-        let writes = write_faults();
-        let faults = if number < by_message {
-            boundary_kinds(number / kinds).swap_remove((number % kinds) as usize)
-        } else {
-            let rest = (number - by_message) as usize;
-            match writes.get(rest) {
-                Some(faults) => faults.clone(),
-                None => {
-                    let rest = rest - writes.len();
-                    match VM_CALLS.get(rest) {
-                        Some(&call) => vec![Fault::Vm { call }],
-                        None => {
-                            let step = Step::ALL[(rest - VM_CALLS.len()) % Step::ALL.len()];
-                            vec![Fault::Slow { step, takes: SLOW }]
-                        }
-                    }
-                }
-            }
-        };
+        let (post_copy, number, shapes, messages) =
+            match number.checked_sub(Self::pre_copy_boundaries()) {
+                None => (false, number, &SHAPES[..], MESSAGES),
+                Some(number) => (true, number, &post_copy::SHAPES[..], POST_COPY_MESSAGES),
+            };
+        let (lanes, verify, reconnect) = shapes[(number % shapes.len() as u64) as usize];
+        let number = number / shapes.len() as u64;
+        let faults = one_fault(number, messages);
         let reconnect = SECOND * reconnect;
-        Self {
+        let plan = Self {
             seed,
             rng: number % 7,
             protocol: protocol(number),
             lanes,
             verify,
+            post_copy: false,
             rounds: 2,
             reconnect,
             quiet: false,
             outlives: outlives(number),
             faults,
             sabotage: None,
+        };
+        if post_copy { plan.with_post_copy() } else { plan }
+    }
+}
+
+/// The number of faults of boundary schedules with up to this number of messages.
+fn one_faults(messages: u64) -> u64 {
+    let others = write_faults().len() + VM_CALLS.len() + Step::ALL.len();
+    boundary_kinds(0).len() as u64 * messages + others as u64
+}
+
+/// The faults of a boundary schedule with up to this number of messages.
+fn one_fault(number: u64, messages: u64) -> Vec<Fault> {
+    let kinds = boundary_kinds(0).len() as u64;
+    let Some(rest) = number.checked_sub(kinds * messages) else {
+        return boundary_kinds(number / kinds).swap_remove((number % kinds) as usize);
+    };
+    let (writes, rest) = (write_faults(), rest as usize);
+    if let Some(faults) = writes.get(rest) {
+        return faults.clone();
+    }
+    let rest = rest - writes.len();
+    match VM_CALLS.get(rest) {
+        Some(&call) => vec![Fault::Vm { call }],
+        None => {
+            let step = Step::ALL[(rest - VM_CALLS.len()) % Step::ALL.len()];
+            vec![Fault::Slow { step, takes: SLOW }]
         }
     }
 }

@@ -42,6 +42,18 @@ pub struct Summary {
     pub resent: u64,
     /// Schedules in which cuts happened and the guest still had to be handed over.
     pub must_be_given: u64,
+    /// Schedules in which the guest ran at the destination and lacked pages.
+    pub fetching: u64,
+    /// Those of them in which a channel was cut then.
+    pub cut_while_fetching: u64,
+    /// Those of them after which the guest had all its pages.
+    pub fetched: u64,
+    /// Missing pages that have arrived in all schedules.
+    pub fetched_pages: u64,
+    /// Pages that were requested because a vCPU waited.
+    pub faults: u64,
+    /// Pages that arrived although they were there already.
+    pub again_pages: u64,
     /// The longest simulated time to a decision, in seconds.
     pub longest_s: f64,
     /// Schedules that violated a promise.
@@ -60,6 +72,13 @@ impl Summary {
         self.recalled += u64::from(given && outcome.recalls > 0);
         self.resent += outcome.resent;
         self.must_be_given += u64::from(outcome.must_be_given && outcome.cuts > 0);
+        let fetching = u64::from(outcome.fetching);
+        self.fetching += fetching;
+        self.cut_while_fetching += u64::from(outcome.fetching_cuts > 0);
+        self.fetched += if given { fetching } else { 0 };
+        self.fetched_pages += outcome.fetched.pages;
+        self.faults += outcome.fetched.faults;
+        self.again_pages += outcome.fetched.again;
         self.longest_s = self.longest_s.max(outcome.took.as_secs_f64());
         let end = match (outcome.end, outcome.was_in_doubt, outcome.crashed_there) {
             (SourceEnd::Given, _, true) => "handed over, then crashed",
@@ -86,6 +105,12 @@ impl Summary {
         self.recalled += other.recalled;
         self.resent += other.resent;
         self.must_be_given += other.must_be_given;
+        self.fetching += other.fetching;
+        self.cut_while_fetching += other.cut_while_fetching;
+        self.fetched += other.fetched;
+        self.fetched_pages += other.fetched_pages;
+        self.faults += other.faults;
+        self.again_pages += other.again_pages;
         self.longest_s = self.longest_s.max(other.longest_s);
         for (end, count) in other.ends {
             *self.ends.entry(end).or_default() += count;

@@ -1,6 +1,7 @@
 //! The source: its guest, its disk, and a process that drives the engine's machine.
 
 mod dialing;
+mod fetch;
 mod guest_side;
 mod lanes;
 mod link_record;
@@ -255,9 +256,11 @@ impl SourceHost {
     pub fn deliver(&mut self, channel: ChannelId, bytes: &[u8], network: &mut Network) {
         let Some(process) = &mut self.process else { return };
         let inputs = if process.is_dialing(channel) {
-            process.dialed(channel, bytes, network).into_iter().collect()
+            process.dialed(channel, bytes, network)
         } else if let Some(lane) = process.lane_of(channel) {
             process.heard_on_lane(lane, bytes)
+        } else if let Some(lane) = process.fetch.lane_of(channel) {
+            process.heard_on_fetch_lane(lane, bytes, network)
         } else if process.control == Some(channel) {
             vec![match ControlReader::new(bytes, network.protocol, Speaker::Destination)
                 .receive("waiting for the destination")
@@ -310,6 +313,8 @@ impl SourceHost {
                 return;
             }
             process.lane_ended(lane)
+        } else if let Some(lane) = process.fetch.lane_of(channel) {
+            process.fetch_lane_ended(lane)
         } else if process.control == Some(channel) {
             let end = std::io::ErrorKind::UnexpectedEof.into();
             Some(Input::LinkLost(lost("control", process.machine.phase_name(), &end)))

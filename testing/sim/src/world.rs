@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use vmferry::config::{ChannelCount, RoundLimit, WhenStuck};
+use vmferry::config::{ChannelCount, PostCopy, RoundLimit, WhenStuck};
 use vmferry::machine::{destination, source};
 use vmferry::{SourceConfig, Timeouts};
 use vmferry_handover::DestinationState;
@@ -13,7 +13,7 @@ use vmferry_wire::SessionId;
 
 use crate::destination_host::DestinationHost;
 use crate::disk::Disk;
-use crate::guest::{Guest, Ledger};
+use crate::guest::{Fetched, Guest, Ledger};
 use crate::host::Host;
 use crate::network::{Event, Network};
 use crate::plan::{Fault, Plan, Sabotage, VmCall};
@@ -24,6 +24,9 @@ const HEAL_AT: Duration = Duration::from_secs(600);
 
 /// From then on everything must be decided within this time: the longest chain of bounded waits.
 const SETTLED_AFTER: Duration = Duration::from_secs(300);
+
+/// Longer than any schedule.
+const NEVER: Duration = Duration::from_secs(3600);
 
 /// More events than any schedule has; a schedule that exceeds it loops.
 const MAX_EVENTS: u64 = 50_000;
@@ -49,6 +52,12 @@ pub struct Outcome {
     pub recalls: u64,
     /// Frames that were sent again.
     pub resent: u64,
+    /// Whether the guest ever ran at the destination and lacked pages.
+    pub fetching: bool,
+    /// Cuts that happened then.
+    pub fetching_cuts: u64,
+    /// What it has fetched.
+    pub fetched: Fetched,
     /// Whether the link was the only fault, and never for too long: the guest must be handed over.
     pub must_be_given: bool,
     /// The simulated time until everything was decided.
@@ -77,6 +86,10 @@ struct World {
     slow: bool,
     /// The guest was seen to be paused while the link was down.
     waited: bool,
+    /// The guest was seen to run at the destination while it lacked pages.
+    fetching: bool,
+    /// Cuts that happened then.
+    fetching_cuts: u64,
 }
 
 impl World {
@@ -92,6 +105,12 @@ impl World {
         config.downtime_limit = Duration::from_nanos(1);
         config.max_rounds = RoundLimit::new(plan.rounds).expect("plans are in range");
         config.when_stuck = WhenStuck::SwitchOver;
+        if plan.post_copy {
+            config.when_stuck = WhenStuck::PostCopy;
+            config.downtime_abort = Some(NEVER);
+            // After all rounds, or after the first one.
+            config.post_copy = if plan.rounds > 1 { PostCopy::Never } else { PostCopy::Now };
+        }
         config.timeouts = Timeouts {
             verify: Duration::from_secs(60),
             reconnect: plan.reconnect,
@@ -153,6 +172,8 @@ impl World {
             slow,
             outlives: plan.outlives,
             waited: false,
+            fetching: false,
+            fetching_cuts: 0,
         }
     }
 
@@ -164,6 +185,7 @@ impl World {
             self.destination.pump(&mut self.network);
             self.check_pause();
             self.work();
+            self.destination.request_faults(&mut self.network);
             let rest = !self.source.is_busy() && !self.destination.is_busy();
             let decided = rest && self.source.ended.is_some() && self.destination.listens();
             if decided && settled.is_none() {
@@ -183,6 +205,9 @@ impl World {
                 self.violation(text);
                 break;
             }
+            let fetching = self.destination.guest.is_fetching();
+            self.fetching |= fetching;
+            let cuts = self.network.cuts.len() as u64;
             let ticks = [self.source.next_tick(), self.destination.next_tick()];
             let tick = ticks.into_iter().flatten().min();
             match self.network.next(tick) {
@@ -196,6 +221,9 @@ impl World {
                     self.violation("no event is left, and nothing is decided".into());
                     break;
                 }
+            }
+            if fetching {
+                self.fetching_cuts += self.network.cuts.len() as u64 - cuts;
             }
         }
         self.end(settled)
@@ -346,6 +374,9 @@ impl World {
             restored: self.source.links.restored,
             recalls: self.source.links.recalls,
             resent: self.source.links.resent,
+            fetching: self.fetching,
+            fetching_cuts: self.fetching_cuts,
+            fetched: self.ledger.lock().fetched,
             must_be_given,
             took: settled.unwrap_or(self.network.now()),
             violations,

@@ -63,10 +63,16 @@ impl DestinationHost {
         let broken = std::io::ErrorKind::BrokenPipe.into();
         let Some(session) = &mut self.session else { return };
         match hello.role {
-            Role::Data if sent => self.tell(Input::LaneJoined { lane: hello.lane }, network),
+            Role::Data if sent => {
+                session.begin_lane(hello.lane, network);
+                self.tell(Input::LaneJoined { lane: hello.lane }, network);
+            }
             Role::Data => {
                 let error = lost(&channel_name(Some(hello.lane)), "the greeting", &broken);
-                if let Some(input) = session.lane_lost(hello.lane, error, network) {
+                let lost = session
+                    .fetch_lane_lost(hello.lane, network)
+                    .or_else(|| session.lane_lost(hello.lane, error, network));
+                if let Some(input) = lost {
                     self.tell(input, network);
                 }
             }

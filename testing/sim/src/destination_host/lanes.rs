@@ -29,6 +29,9 @@ impl Session {
         if hello.token != self.token {
             return Err(HelloStatus::BadToken);
         }
+        if let Some(fetch) = self.fetch.as_mut().filter(|fetch| fetch.has(hello.lane)) {
+            return fetch.join(channel, hello, self.vm.guest(), network);
+        }
         if hello.lane >= self.expected_lanes {
             return Err(HelloStatus::BadLane);
         }

@@ -13,16 +13,17 @@ use vmferry_handover::journal::{Journal, Record};
 use vmferry_memory::{GuestMemory, whole_hash_except};
 use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionId, Token};
 
+use super::fetch::FetchLanes;
 use super::lane::Lane;
 use crate::disk::{Disk, SimJournal};
 use crate::guest::Vm;
 use crate::host::Host;
 use crate::network::{ChannelId, Event, Network};
-use crate::plan::Sabotage;
+use crate::plan::{Plan, Sabotage};
 
 pub(super) struct Session {
     pub(super) machine: Destination,
-    vm: Vm,
+    pub(super) vm: Vm,
     pub(super) token: Token,
     pub(super) links: BTreeMap<LinkId, ChannelId>,
     /// How often the control channel was dialed before.
@@ -31,6 +32,10 @@ pub(super) struct Session {
     pub(super) memory: Option<(GuestMemory, Arc<PageHashes>)>,
     pub(super) expected_lanes: u8,
     pub(super) lanes: BTreeMap<u8, Lane>,
+    /// The fetch lanes, if the guest may run before all its pages have arrived.
+    pub(super) fetch: Option<FetchLanes>,
+    /// Whether post-copy is accepted.
+    post_copy: bool,
     /// The last FINAL that was received, for the sabotage that remembers it.
     pub(super) heard_final: Option<ControlMessage>,
     pub(super) sabotage: Option<Sabotage>,
@@ -42,7 +47,7 @@ impl Session {
         vm: Vm,
         token: Token,
         control: ChannelId,
-        sabotage: Option<Sabotage>,
+        plan: &Plan,
     ) -> Self {
         Self {
             machine,
@@ -54,8 +59,10 @@ impl Session {
             memory: None,
             expected_lanes: 0,
             lanes: BTreeMap::new(),
+            fetch: None,
+            post_copy: plan.post_copy,
             heard_final: None,
-            sabotage,
+            sabotage: plan.sabotage,
         }
     }
 
@@ -63,6 +70,9 @@ impl Session {
         for channel in self.lanes.values().map(|lane| lane.channel).chain(self.links.into_values())
         {
             network.close(channel, Host::Destination);
+        }
+        if let Some(fetch) = self.fetch {
+            fetch.close(network);
         }
     }
 
@@ -87,15 +97,16 @@ impl Session {
                         let hashes = Arc::new(PageHashes::for_memory(&memory));
                         self.memory = Some((memory, hashes));
                     })
-                    .map(|()| Prepared { post_copy: false })
+                    .map(|()| Prepared { post_copy: self.post_copy })
                     .map_err(|error| MigrateError::Refused {
                         peer: "destination",
                         reason: Reason::new(ReasonCode::VmRefused, &error.to_string()),
                     }),
             )),
             Action::Open(session) => Some(Input::Opened(self.open(session, disk))),
-            Action::ExpectLanes { lanes, .. } => {
+            Action::ExpectLanes { lanes, fetch_lanes } => {
                 self.expected_lanes = lanes;
+                self.fetch = fetch_lanes.map(|announced| FetchLanes::new(lanes, announced));
                 None
             }
             Action::SumDigest => {
@@ -120,20 +131,29 @@ impl Session {
             Action::WriteIntent(kind) => {
                 Some(Input::IntentWritten(self.write(&Record::run_intent(kind))))
             }
-            // No schedule has post-copy.
-            Action::FreeOutdated { .. } | Action::FetchMissing { .. } | Action::FetchAll => None,
+            Action::FetchMissing { missing } => {
+                self.fetch_missing(missing, network).err().map(Input::Failed)
+            }
             Action::WriteFetched => Some(Input::FetchedWritten(self.write(&Record::Fetched))),
             Action::WriteAborted { reason } => {
                 Some(Input::AbortWritten(self.write(&Record::Aborted { reason })))
             }
-            Action::Run => Some(Input::Started(
-                self.vm
-                    .run()
-                    .map_err(|source| MigrateError::Vm { action: "start the guest", source }),
-            )),
+            Action::Run => {
+                let started = self.vm.run();
+                if self.begin_background(network) {
+                    network.after(Duration::ZERO, Event::Destination(number, Input::Fetched));
+                }
+                Some(Input::Started(
+                    started
+                        .map_err(|source| MigrateError::Vm { action: "start the guest", source }),
+                ))
+            }
             Action::Discard => {
                 for lane in std::mem::take(&mut self.lanes).into_values() {
                     network.close(lane.channel, Host::Destination);
+                }
+                if let Some(fetch) = self.fetch.take() {
+                    fetch.close(network);
                 }
                 self.memory = None;
                 self.vm.discard();

@@ -8,10 +8,9 @@ use vmferry::vmm::free_pages::FreePages;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
 use vmferry_codec::{CompressError, Compressors};
 use vmferry_dirty::DirtyLog;
-use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind, PAGE_SIZE};
+use vmferry_memory::{GuestBytes, GuestMemory, MemoryKind};
 
-use super::balloon::Balloon;
-use super::{FREE, Guest, OPTION_ROM, State, identity, layout};
+use super::{FREE, Guest, OPTION_ROM, State, gpa_of, identity, layout};
 use crate::plan::VmCall;
 
 /// The VMM, as seen by one process of its host.
@@ -25,6 +24,11 @@ impl Vm {
     fn state(&self) -> Result<MutexGuard<'_, State>, VmError> {
         let state = self.guest.lock();
         if state.process == self.process { Ok(state) } else { Err("the process is dead".into()) }
+    }
+
+    /// The guest.
+    pub fn guest(&self) -> &Guest {
+        &self.guest
     }
 
     /// The compressors of the VMM's host.
@@ -123,20 +127,18 @@ impl DestinationVm for Vm {
         if state.load_writes
             && let Some(memory) = &state.memory
         {
-            memory.write_at(
-                (u64::from(OPTION_ROM.0) << 32) + OPTION_ROM.1 * PAGE_SIZE as u64,
-                &[0x5a; 2],
-            )?;
+            // A real VMM waits for a page that is missing. The guest never writes this one.
+            if state.missing.has(OPTION_ROM) {
+                return Err("the option ROM is missing".into());
+            }
+            memory.write_at(gpa_of(OPTION_ROM), &[0x5a; 2])?;
         }
         Ok(())
     }
 
     fn discard(&mut self) {
         if let Ok(mut state) = self.state() {
-            state.waits = false;
-            state.memory = None;
-            state.written.clear();
-            state.balloon = Balloon::default();
+            state.vanish();
         }
     }
 

@@ -85,20 +85,20 @@ pub(super) fn write_faults() -> Vec<Vec<Fault>> {
     all
 }
 
-/// A cut after which no channel can be opened for at most `longest`.
-pub(super) fn random_cut(rng: &mut Rng, longest: Duration) -> Fault {
+/// A cut at one of the messages, after which no channel can be opened for at most `longest`.
+pub(super) fn random_cut(rng: &mut Rng, messages: u64, longest: Duration) -> Fault {
     let place = [Where::Before, Where::Within, Where::After][rng.usize(..3)];
     let away = longest.mul_f64([0.0, 0.01, 0.1, 1.0][rng.usize(..4)] * rng.f64());
-    Fault::Cut { message: rng.u64(..MESSAGES), place, all: rng.u32(..3) > 0, away }
+    Fault::Cut { message: rng.u64(..messages), place, all: rng.u32(..3) > 0, away }
 }
 
-/// Any fault.
-pub(super) fn random_fault(rng: &mut Rng) -> Fault {
-    let message = rng.u64(..MESSAGES);
+/// Any fault, at one of the messages if it is bound to one.
+pub(super) fn random_fault(rng: &mut Rng, messages: u64) -> Fault {
+    let message = rng.u64(..messages);
     let host = if rng.bool() { Host::Source } else { Host::Destination };
     let lasts = SECOND * rng.u32(..130);
     match rng.u32(..19) {
-        0..3 => random_cut(rng, SECOND * 40),
+        0..3 => random_cut(rng, messages, SECOND * 40),
         3..5 => {
             let ways = if rng.bool() { Ways::Both } else { Ways::To(host) };
             Fault::Silence { message, ways, lasts, lost: rng.bool() }

@@ -36,4 +36,14 @@ pub enum Sabotage {
     NoLife,
     /// The source counts the duration of its own slow step as its peer's silence.
     CountOwnTime,
+    /// The source answers a request with zeros instead of the page.
+    ServeZeros,
+    /// LACKING omits a page.
+    OmitLacking,
+    /// A copy that arrives late is placed over a page that the guest has written.
+    PlaceLate,
+    /// The destination reports that it has all pages while one is missing.
+    FetchedEarly,
+    /// The destination does not repeat requests whose answers were lost with a channel.
+    ForgetRequests,
 }

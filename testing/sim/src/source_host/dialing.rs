@@ -56,7 +56,7 @@ impl Process {
     pub(super) fn dialed_in_vain(&mut self, channel: ChannelId) -> Option<Input> {
         let dialing = self.take_dialing(|known| known.channel == Some(channel))?;
         let end = std::io::ErrorKind::UnexpectedEof.into();
-        Some(dialing.dial.failed(lost("dialed", "the greeting", &end)))
+        Some(self.not_dialed(&dialing.dial, lost("dialed", "the greeting", &end)))
     }
 
     /// Whether the answer to a greeting is awaited on a channel.
@@ -70,27 +70,35 @@ impl Process {
         channel: ChannelId,
         bytes: &[u8],
         network: &mut Network,
-    ) -> Option<Input> {
-        let Dialing { dial, .. } = self.take_dialing(|known| known.channel == Some(channel))?;
+    ) -> Vec<Input> {
+        let Some(Dialing { dial, .. }) = self.take_dialing(|known| known.channel == Some(channel))
+        else {
+            return Vec::new();
+        };
         let placed = match greeted(bytes) {
             Ok(placed) => placed,
             Err(error) => {
                 network.close(channel, Host::Source);
-                return Some(dial.failed(error));
+                return vec![self.not_dialed(&dial, error)];
             }
         };
         match dial.role {
-            Role::Data => Some(self.rejoin(dial.lane, dial.attempt, channel, placed, network)),
+            Role::Data if dial.lane >= self.channels => {
+                self.join_fetch_lane((dial.lane, dial.attempt), channel, network)
+            }
+            Role::Data => vec![self.rejoin(dial.lane, dial.attempt, channel, placed, network)],
             Role::Resume => {
                 self.control = Some(channel);
-                Some(Input::Resumed)
+                vec![Input::Resumed]
             }
             _ => {
                 self.control = Some(channel);
                 let message = ControlMessage::Query { session: self.session };
                 let broken = std::io::ErrorKind::BrokenPipe.into();
-                (!network.say(channel, Host::Destination, &message))
-                    .then(|| Input::LinkLost(lost("query", "asking", &broken)))
+                if network.say(channel, Host::Destination, &message) {
+                    return Vec::new();
+                }
+                vec![Input::LinkLost(lost("query", "asking", &broken))]
             }
         }
     }
@@ -148,7 +156,8 @@ impl SourceHost {
         if let Some(channel) = dialing.channel {
             network.close(channel, Host::Source);
         }
-        self.tell(dial.failed(error), network);
+        let failed = process.not_dialed(&dial, error);
+        self.tell(failed, network);
     }
 }
 

@@ -149,7 +149,7 @@ impl Process {
 
 /// Encodings of a frame. Zlib is left out: its output differs between machines, and a schedule must
 /// be reproducible.
-const CHOICES: [Choice; 4] = [
+pub(super) const CHOICES: [Choice; 4] = [
     Choice { pack: None, delta: DeltaUse::Make },
     Choice { pack: Some(Method::lz4()), delta: DeltaUse::Make },
     Choice { pack: Some(Method::zstd(1)), delta: DeltaUse::Make },

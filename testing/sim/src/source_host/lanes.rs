@@ -103,7 +103,8 @@ impl Process {
 
     /// Whether a lane's present channel was dialed this often before.
     pub(super) fn is_at(&self, lane: u8, attempt: u64) -> bool {
-        self.lanes.get(usize::from(lane)).is_some_and(|lane| lane.attempt == attempt)
+        self.fetch.is_at(lane, attempt)
+            || self.lanes.get(usize::from(lane)).is_some_and(|lane| lane.attempt == attempt)
     }
 
     /// The destination has placed all frames of a lane up to this one.

@@ -18,6 +18,7 @@ use vmferry_memory::whole_hash_except;
 use vmferry_wire::{ControlMessage, Role, SessionId, Token};
 
 use super::dialing::Dialing;
+use super::fetch::FetchServers;
 use super::lanes::Lane;
 use crate::disk::SimJournal;
 use crate::guest::{Guest, Vm};
@@ -34,7 +35,7 @@ pub(super) struct Process {
     pub(super) machine: Source,
     pub(super) held: SourceGuest<Vm>,
     pub(super) harvester: Harvester,
-    hashes: Arc<PageHashes>,
+    pub(super) hashes: Arc<PageHashes>,
     pub(super) journal: Option<SimJournal>,
     pub(super) session: SessionId,
     /// The control channel, or the query channel.
@@ -45,6 +46,7 @@ pub(super) struct Process {
     /// The number of lanes to open.
     pub(super) channels: u8,
     pub(super) lanes: Vec<Lane>,
+    pub(super) fetch: FetchServers,
     /// One worker for all lanes.
     pub(super) encoder: PageEncoder,
     pub(super) sabotage: Option<Sabotage>,
@@ -90,6 +92,7 @@ impl Process {
             dials: 0,
             channels,
             lanes: Vec::new(),
+            fetch: FetchServers::default(),
             encoder,
             sabotage,
         }
@@ -99,7 +102,7 @@ impl Process {
         self.harvester.freed().end();
         let dialed = self.dialing.iter().filter_map(|dialing| dialing.channel);
         let lanes = self.lanes.iter().map(|lane| lane.channel);
-        for channel in lanes.chain(self.control).chain(dialed) {
+        for channel in lanes.chain(self.fetch.channels()).chain(self.control).chain(dialed) {
             network.close(channel, Host::Source);
         }
     }
@@ -147,7 +150,10 @@ impl Process {
                 None
             }
             Action::RejoinLane { lane, token, attempt, delay } => {
-                network.close(self.lanes[usize::from(lane)].channel, Host::Source);
+                // The channel of a fetch lane is closed once another one replaces it.
+                if let Some(lane) = self.lanes.get(usize::from(lane)) {
+                    network.close(lane.channel, Host::Source);
+                }
                 self.dial(Role::Data, lane, (token, attempt), delay, network);
                 None
             }
@@ -161,11 +167,20 @@ impl Process {
                 guest.work(&mut network.rng, writes);
                 Some(self.harvest().unwrap_or_else(Input::Failed))
             }
-            // No guest of the simulation is carried, or moved with post-copy.
-            Action::OpenFetchLanes { .. }
-            | Action::TellLacking
-            | Action::ServePages { .. }
-            | Action::Throttle { .. }
+            Action::OpenFetchLanes { token, lanes, attempts } => {
+                self.open_fetch_lanes(token, lanes, &attempts, network);
+                None
+            }
+            Action::TellLacking => self
+                .tell_lacking()
+                .into_iter()
+                .find_map(|message| self.execute(Action::Send(message), guest, network)),
+            Action::ServePages { round } => {
+                self.fetch.serve(round);
+                None
+            }
+            // No guest of the simulation is carried.
+            Action::Throttle { .. }
             | Action::SwitchOver
             | Action::LimitDowntime(_)
             | Action::Cap(_)
@@ -208,6 +223,7 @@ impl Process {
                 None
             }
             Action::Release => {
+                guest.is_released();
                 self.held.release();
                 None
             }

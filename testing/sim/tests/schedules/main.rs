@@ -1,6 +1,8 @@
 //! The engine in thousands of schedules of faults, and negative controls that show that the checks
 //! can fail.
 
+mod post_copy;
+
 use std::sync::atomic::AtomicBool;
 
 use vmferry_sim::{
@@ -31,8 +33,11 @@ fn schedules_break_no_promise() {
     ] {
         assert!(summary.ends.get(end) > Some(&50), "{end} is hardly ever reached: {summary:?}");
     }
-    let reached = [summary.survived, summary.recalled, summary.must_be_given];
+    let reached =
+        [summary.survived, summary.recalled, summary.must_be_given, summary.cut_while_fetching];
     assert!(reached.iter().all(|&count| count > 300), "links are hardly ever lost: {summary:?}");
+    assert!(summary.fetching > 3000, "pages are hardly ever fetched: {summary:?}");
+    assert_eq!(summary.fetching, summary.fetched, "a guest that runs there stays there");
 }
 
 #[test]
@@ -56,6 +61,13 @@ fn undisturbed_schedule_moves_the_guest_and_enumerates_its_messages() {
     }
 }
 
+/// The shapes of the boundaries: lanes, with and without `--verify`, with and without reconnection;
+/// and those with post-copy.
+fn shapes() -> impl Iterator<Item = Plan> {
+    let shapes = (0..6).map(|shape| Plan::new(Seed::Boundary(shape)));
+    shapes.chain((1..3).map(|shape| Plan::new(Seed::Boundary(shape)).with_post_copy()))
+}
+
 /// A peer that violates the protocol ends at most its own session: in the end one host has the
 /// guest, intact.
 #[test]
@@ -64,16 +76,13 @@ fn forged_messages_break_no_promise() {
     for to in [Host::Source, Host::Destination] {
         for number in forgeries(to) {
             for message in (0..vmferry_sim::MESSAGES).step_by(3) {
-                // The shapes of the boundaries: lanes, with and without `--verify`, with and
-                // without reconnection.
-                for shape in 0..6 {
-                    let mut plan = Plan::new(Seed::Boundary(shape));
+                for mut plan in shapes() {
                     plan.rng = message;
                     plan.faults = vec![Fault::Forge { message, to, number }];
                     let outcome = run(&plan, false);
                     assert!(
                         outcome.violations.is_empty(),
-                        "{number} to {to:?} at {message}, shape {shape}: {:?}",
+                        "{number} to {to:?} at {message}: {:?} {plan:?}",
                         outcome.violations
                     );
                     struck += outcome.struck;
@@ -140,8 +149,8 @@ fn slow_steps_do_not_end_a_migration_and_their_sabotage_is_detected() {
     let takes = std::time::Duration::from_secs(22);
     let schedules = |sabotage| {
         Step::ALL.iter().flat_map(move |&step| {
-            (0..24).map(move |shape| {
-                let mut plan = Plan::new(Seed::Boundary(shape));
+            let plans = (0..24).map(|shape| Plan::new(Seed::Boundary(shape)));
+            plans.chain(shapes().skip(6)).map(move |mut plan| {
                 (plan.faults, plan.sabotage) = (vec![Fault::Slow { step, takes }], sabotage);
                 (step, run(&plan, false))
             })
