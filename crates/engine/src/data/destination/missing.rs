@@ -97,6 +97,13 @@ impl MissingPages {
         self.state.lock().set.left()
     }
 
+    /// Whether any of these pages is missing.
+    #[must_use]
+    pub fn has_any(&self, run: PageRun) -> bool {
+        let state = self.state.lock();
+        parts(run).any(|(part, _)| state.set.missing_of(part).next().is_some())
+    }
+
     /// What has happened so far, and how long threads waited.
     #[must_use]
     pub fn counts(&self) -> (FetchCounts, PageWaits) {

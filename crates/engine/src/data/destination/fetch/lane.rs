@@ -41,17 +41,18 @@ pub struct Requester {
     writer: Mutex<ChannelWriter>,
     closer: ChannelCloser,
     missing: Arc<MissingPages>,
-    background: Mutex<Background>,
+    requests: Mutex<Requests>,
     /// The channel has not ended.
     open: AtomicBool,
     /// When the lane was started.
     begun: Instant,
 }
 
-/// The background requests of a lane.
+/// The requests of a lane.
 #[derive(Default)]
-struct Background {
-    begun: bool,
+struct Requests {
+    /// Whether pages are requested in the background.
+    background: bool,
     /// Requests whose answers have not come, in the order in which they were made.
     outstanding: VecDeque<Outstanding>,
     pages: u64,
@@ -78,7 +79,7 @@ impl FetchLane {
             writer: Mutex::new(writer),
             closer,
             missing: Arc::clone(&context.missing),
-            background: Mutex::default(),
+            requests: Mutex::default(),
             open: AtomicBool::new(true),
             begun: Instant::now(),
         });
@@ -118,6 +119,13 @@ impl Drop for FetchLane {
     }
 }
 
+impl Requests {
+    fn record(&mut self, run: PageRun) {
+        self.outstanding.push_back(Outstanding { run, since: Instant::now() });
+        self.pages += run.pages;
+    }
+}
+
 impl Requester {
     /// Whether the channel has not ended, as far as is known.
     #[must_use]
@@ -128,27 +136,29 @@ impl Requester {
     /// Requests pages that threads wait for. A channel that fails is closed, which its reader
     /// reports.
     pub fn request(&self, pages: &[(SlotId, u64)]) {
-        self.write(pages.iter().map(|&(slot, page)| PageRun { slot, first: page, pages: 1 }));
+        // Locked until the requests are written, so that they are answered in the recorded order.
+        let mut requests = self.requests.lock();
+        let runs = pages.iter().map(|&(slot, page)| PageRun { slot, first: page, pages: 1 });
+        self.write(runs.inspect(|run| requests.record(*run)));
     }
 
     /// From now on this lane requests pages in the background.
     pub fn begin_background(&self) {
-        self.background.lock().begun = true;
+        self.requests.lock().background = true;
         self.fill();
     }
 
     /// Requests background pages until the window is full.
     pub fn fill(&self) {
-        // Locked until the requests are written, so that they are answered in the recorded order.
-        let mut background = self.background.lock();
+        // Locked as above.
+        let mut requests = self.requests.lock();
         let mut runs = Vec::new();
-        while background.begun
-            && let Some(most) = background.pace.next_pages(background.pages)
+        while requests.background
+            && let Some(most) = requests.pace.next_pages(requests.pages)
             && let Some(run) = self.missing.queue_next(most)
         {
-            background.outstanding.push_back(Outstanding { run, since: Instant::now() });
-            background.pages += run.pages;
-            background.pace.requested();
+            requests.record(run);
+            requests.pace.requested();
             runs.push(run);
         }
         if !runs.is_empty() {
@@ -156,24 +166,32 @@ impl Requester {
         }
     }
 
-    /// The oldest background request was answered.
-    fn answered(&self) {
-        let mut background = self.background.lock();
-        if let Some(Outstanding { run, since }) = background.outstanding.pop_front() {
-            background.pages -= run.pages;
-            let (now, begun) = (Instant::now(), self.begun);
-            background.pace.answered(now - begun, now - since, run.pages);
-            // A page that the answer lacked is requested again.
-            self.missing.unqueue([run]);
+    /// The oldest request was answered. Returns whether a page is still missing that a thread waits
+    /// for: then the answer was to another request.
+    fn answered(&self) -> bool {
+        let mut requests = self.requests.lock();
+        let Some(Outstanding { run, since }) = requests.outstanding.pop_front() else {
+            return false;
+        };
+        requests.pages -= run.pages;
+        if !requests.background {
+            return self.missing.has_any(run);
         }
+        let (now, begun) = (Instant::now(), self.begun);
+        requests.pace.answered(now - begun, now - since, run.pages);
+        // A page that the answer lacked is requested again.
+        self.missing.unqueue([run]);
+        false
     }
 
     /// The channel has ended, and outstanding answers will not come.
     fn end(&self) {
         self.open.store(false, Ordering::Release);
-        let mut background = self.background.lock();
-        background.begun = false;
-        self.missing.unqueue(background.outstanding.drain(..).map(|lost| lost.run));
+        let mut requests = self.requests.lock();
+        let lost = std::mem::take(&mut requests.outstanding);
+        if std::mem::take(&mut requests.background) {
+            self.missing.unqueue(lost.into_iter().map(|lost| lost.run));
+        }
     }
 
     fn write(&self, runs: impl IntoIterator<Item = PageRun>) {
@@ -213,7 +231,10 @@ fn fetch(
             Ok(false) => {}
             Err(error) => return error,
         }
-        requester.answered();
+        if requester.answered() {
+            let reason = "the answer to a request for a page lacks it";
+            return MigrateError::protocol(channel_name(Some(lane)), offset, reason);
+        }
         requester.fill();
     }
 }

@@ -1,9 +1,10 @@
 //! Guests that run while their pages are fetched: real faults, over real sockets.
 
+use std::io::{Read, Write};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-use vmferry_codec::{Compressors, HotPages, PageHashes};
+use vmferry_codec::{Choice, Compressors, EncodedFrame, HotPages, PageHashes};
 use vmferry_faults::FaultRanges;
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, PageSet, SlotId, SlotLayout};
 use vmferry_transport::{Address, Channel, Dialer, Listener, RateLimiter};
@@ -17,6 +18,7 @@ use crate::data::destination::missing::MissingSet;
 use crate::data::source::chooser::Chooser;
 use crate::data::source::page_encoder::PageEncoder;
 use crate::data::source::page_server::{BackgroundWay, FetchLaneContext, PageServer, Served};
+use crate::data::source::plan::PageBatch;
 use crate::link::DataChannel;
 use crate::machine::source::io::Input as SourceInput;
 
@@ -116,13 +118,17 @@ impl Scene {
             cpu: CpuMeter::default(),
             sent: Arc::default(),
         };
-        let hashes = Arc::new(PageHashes::for_memory(&self.source));
-        let hot = Arc::new(HotPages::new(0));
-        let encoder = PageEncoder::new(self.source.clone(), hashes, Compressors::default(), hot);
-        let server = PageServer::start(from, encoder, context).unwrap();
+        let server = PageServer::start(from, self.encoder(), context).unwrap();
         assert!(self.lanes.expect(lane, attempt));
         self.lanes.join(lane, to).unwrap();
         (server, reported)
+    }
+
+    /// Makes frames of the source's pages.
+    fn encoder(&self) -> PageEncoder {
+        let hashes = Arc::new(PageHashes::for_memory(&self.source));
+        let hot = Arc::new(HotPages::new(0));
+        PageEncoder::new(self.source.clone(), hashes, Compressors::default(), hot)
     }
 
     /// A vCPU: reads pages in random order, compares each with the source's, and writes it. Returns
@@ -296,6 +302,34 @@ fn lost_channel_after_the_load_gives_nothing_up() {
         drop(servers);
     });
     assert!(right, "the guest has seen a wrong page");
+}
+
+/// A source that answers another request, as if this one had been damaged on its way. The page
+/// would never be requested again on this channel.
+#[test]
+fn answer_without_the_requested_page_ends_the_channel() {
+    let answered = |page| {
+        let scene = Scene::new(MemoryKind::Memfd);
+        let (mut source, channel) = connected();
+        assert!(scene.lanes.expect(FAULTS, 0));
+        scene.lanes.join(FAULTS, channel).unwrap();
+        scene.lanes.request(0, &[(SLOT, 0)]);
+        source.reader.read_exact(&mut [0; vmferry_wire::PAGE_REQUEST_BYTES]).unwrap();
+        let batch = PageBatch::of_run(9, PageRun { slot: SLOT, first: page, pages: 1 });
+        let mut frame = EncodedFrame::new();
+        scene.encoder().encode(FAULTS, &batch, &mut frame, Choice::default()).unwrap();
+        frame.set_sequence(1);
+        frame.write_to(&mut source.writer).unwrap();
+        source.writer.flush().unwrap();
+        while scene.missing().has_any(PageRun { slot: SLOT, first: page, pages: 1 }) {
+            std::thread::yield_now();
+        }
+        drop(source);
+        scene.results.recv_timeout(PATIENCE).unwrap()
+    };
+    assert!(matches!(answered(0), Input::LaneLost { .. }), "this is the page");
+    let Input::Failed(error) = answered(3) else { panic!("page 0 is missing") };
+    assert!(error.to_string().contains("the answer to a request for a page lacks it"), "{error}");
 }
 
 #[test]
