@@ -364,6 +364,7 @@ fn step_of(action: &Action) -> Option<Step> {
         Action::Load { .. } => Some(Step::Load),
         Action::WriteIntent(_) => Some(Step::WriteIntent),
         Action::Run => Some(Step::Run),
+        Action::WriteFetched => Some(Step::WriteFetched),
         _ => None,
     }
 }

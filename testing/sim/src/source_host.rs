@@ -290,14 +290,13 @@ impl SourceHost {
     }
 
     fn sabotaged(&self, message: ControlMessage) -> ControlMessage {
-        match message {
-            ControlMessage::Answer { session, word: SessionWord::Unknown }
-                if self.sabotage == Some(Sabotage::UnknownIsAborted) =>
-            {
-                ControlMessage::Answer { session, word: SessionWord::Aborted }
-            }
-            message => message,
-        }
+        let ControlMessage::Answer { session, word } = message else { return message };
+        let word = match (self.sabotage, word) {
+            (Some(Sabotage::UnknownIsAborted), SessionWord::Unknown) => SessionWord::Aborted,
+            (Some(Sabotage::FetchingIsOwns), SessionWord::Fetching) => SessionWord::Owns,
+            (_, word) => word,
+        };
+        ControlMessage::Answer { session, word }
     }
 
     /// A channel has ended.

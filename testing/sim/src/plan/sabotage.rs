@@ -38,6 +38,8 @@ pub enum Sabotage {
     CountOwnTime,
     /// The source answers a request with zeros instead of the page.
     ServeZeros,
+    /// The source takes FETCHING for OWNS.
+    FetchingIsOwns,
     /// LACKING omits a page.
     OmitLacking,
     /// A copy that arrives late is placed over a page that the guest has written.

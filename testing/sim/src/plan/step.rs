@@ -29,6 +29,8 @@ pub enum Step {
     WriteIntent,
     /// The destination starts the guest.
     Run,
+    /// The destination writes FETCHED.
+    WriteFetched,
 }
 
 impl Step {
@@ -45,9 +47,12 @@ impl Step {
             | Self::HarvestLast
             | Self::Save
             | Self::WriteCommit => Host::Source,
-            Self::Prepare | Self::Open | Self::Load | Self::WriteIntent | Self::Run => {
-                Host::Destination
-            }
+            Self::Prepare
+            | Self::Open
+            | Self::Load
+            | Self::WriteIntent
+            | Self::Run
+            | Self::WriteFetched => Host::Destination,
         }
     }
 }

@@ -92,6 +92,7 @@ fn sabotage_of_post_copy_is_detected() {
         (Sabotage::ServeZeros, "a page that arrived differs"),
         (Sabotage::OmitLacking, "the memory that arrived differs"),
         (Sabotage::PlaceLate, "the guest reads a wrong page"),
+        (Sabotage::FetchingIsOwns, "pages that the guest lacks"),
         (Sabotage::FetchedEarly, "the source frees 1 pages that the guest lacks"),
     ] {
         let found = |plan: &Plan| {
