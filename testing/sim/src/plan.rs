@@ -52,7 +52,7 @@ pub struct Plan {
 pub const MESSAGES: u64 = 96;
 
 /// Upper bound of the messages of an undisturbed migration with post-copy.
-pub const POST_COPY_MESSAGES: u64 = 192;
+pub const POST_COPY_MESSAGES: u64 = 216;
 
 /// Upper bound of a host's journal writes.
 const WRITES: u64 = 4;

@@ -243,22 +243,25 @@ impl FetchLane {
 }
 
 impl Session {
-    /// Frees outdated pages, and fetches all missing ones that are touched from now on.
-    pub(super) fn fetch_missing(
-        &mut self,
-        missing: PageSet,
-        network: &mut Network,
-    ) -> Result<(), MigrateError> {
+    /// Frees pages that are outdated.
+    pub(super) fn free_outdated(&self, runs: &[PageRun]) -> Result<(), MigrateError> {
+        let Some((memory, hashes)) = &self.memory else { return Ok(()) };
+        for &run in runs {
+            memory.discard(run)?;
+            hashes.forget(run);
+        }
+        Ok(())
+    }
+
+    /// Fetches all missing pages that are touched from now on.
+    pub(super) fn fetch_missing(&mut self, missing: PageSet, network: &mut Network) {
         for lane in std::mem::take(&mut self.lanes).into_values() {
             network.close(lane.channel, Host::Destination);
         }
-        let (Some((_, hashes)), Some(fetch)) = (&self.memory, &mut self.fetch) else {
-            return Ok(());
-        };
-        hashes.forget(&missing);
-        self.vm.guest().lack(missing)?;
-        fetch.fetches = true;
-        Ok(())
+        if let Some(fetch) = &mut self.fetch {
+            self.vm.guest().lack(missing);
+            fetch.fetches = true;
+        }
     }
 
     /// The guest runs: all missing pages are fetched. Returns whether none is missing.

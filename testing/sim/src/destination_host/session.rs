@@ -131,18 +131,18 @@ impl Session {
             Action::WriteIntent(kind) => {
                 Some(Input::IntentWritten(self.write(&Record::run_intent(kind))))
             }
+            Action::FreeOutdated { runs } => self.free_outdated(&runs).err().map(Input::Failed),
             Action::FetchMissing { missing } => {
-                self.fetch_missing(missing, network).err().map(Input::Failed)
+                self.fetch_missing(missing, network);
+                None
             }
+            Action::FetchAll => self.begin_background(network).then_some(Input::Fetched),
             Action::WriteFetched => Some(Input::FetchedWritten(self.write(&Record::Fetched))),
             Action::WriteAborted { reason } => {
                 Some(Input::AbortWritten(self.write(&Record::Aborted { reason })))
             }
             Action::Run => {
                 let started = self.vm.run();
-                if self.begin_background(network) {
-                    network.after(Duration::ZERO, Event::Destination(number, Input::Fetched));
-                }
                 Some(Input::Started(
                     started
                         .map_err(|source| MigrateError::Vm { action: "start the guest", source }),

@@ -1,7 +1,7 @@
 //! The pages that a guest lacks after a switchover with post-copy, and its vCPUs that wait for them.
 
 use vmferry::data::destination::missing::{FaultAt, MissingSet};
-use vmferry_memory::{MemoryError, PAGE_SIZE, PageRun, PageSet, SlotId};
+use vmferry_memory::{PAGE_SIZE, PageRun, PageSet, SlotId};
 
 use super::{Guest, Page, State, gpa_of};
 
@@ -33,7 +33,8 @@ pub struct Missing {
 impl Missing {
     /// Whether only the source has a page.
     pub fn has(&self, page: Page) -> bool {
-        self.set.as_ref().is_some_and(|set| set.pages().bitmap(SlotId(page.0)).is_set(page.1))
+        let run = PageRun { slot: SlotId(page.0), first: page.1, pages: 1 };
+        self.set.as_ref().is_some_and(|set| set.missing_of(run).next().is_some())
     }
 
     /// Whether the guest has ever lacked pages.
@@ -59,14 +60,11 @@ impl Missing {
 }
 
 impl Guest {
-    /// Frees outdated versions of these pages. From now on the guest waits when it touches one.
-    pub fn lack(&self, pages: PageSet) -> Result<(), MemoryError> {
+    /// These pages are missing. From now on the guest waits when it touches one.
+    pub fn lack(&self, pages: PageSet) {
         let mut state = self.lock();
-        let Some(memory) = &state.memory else { return Ok(()) };
-        pages.runs().try_for_each(|run| memory.discard(run).map(drop))?;
         state.missing = Missing { set: Some(MissingSet::new(pages)), ..Missing::default() };
         state.count_missing();
-        Ok(())
     }
 
     /// Whether it runs and lacks pages.

@@ -143,7 +143,7 @@ impl Process {
         {
             lacking.bitmap_mut(slot).clear_run(first, 1);
         }
-        self.hashes.forget(&lacking);
+        lacking.runs().for_each(|run| self.hashes.forget(run));
         lacking_messages(&lacking).collect()
     }
 

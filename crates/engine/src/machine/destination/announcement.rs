@@ -7,7 +7,7 @@ use vmferry_wire::{ControlMessage, FetchLanes, Reason, ReasonCode, Release, Sess
 
 use super::common::Common;
 use super::io::{Action, Prepared, Report};
-use super::phase::{Announced, AwaitBegin, HashRun, Phase, Session, Verification};
+use super::phase::{Announced, AwaitBegin, HashRun, Lacking, Phase, Session, Verification};
 use crate::error::MigrateError;
 use crate::vmm::GuestDescription;
 
@@ -116,7 +116,8 @@ impl Announced {
             protocol: common.our_side.protocol,
             source: common.stats.source.clone(),
         });
-        let lacking = fetch_lanes.map(|_| PageSet::for_layout(&layout));
+        let none = || PageSet::for_layout(&layout);
+        let lacking = fetch_lanes.map(|_| Lacking { named: none(), freed: none() });
         Phase::Receiving(Session {
             id: session,
             layout,

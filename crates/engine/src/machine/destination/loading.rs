@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use super::common::{Common, protocol};
 use super::io::{Action, LinkId};
-use super::phase::{Deciding, Final, Loading, Phase, Placing, Session, Summing, Verification};
+use super::phase::{
+    Deciding, Final, Lacking, Loading, Phase, Placing, Session, Summing, Verification,
+};
 use crate::error::MigrateError;
 use vmferry_handover::{DestinationEvent, SessionKind};
 
@@ -72,7 +74,7 @@ impl Placing {
             return Phase::Placing(self);
         }
         if self.last.kind == SessionKind::PostCopy
-            && let Some(missing) = self.session.lacking.take()
+            && let Some(Lacking { named: missing, .. }) = self.session.lacking.take()
         {
             common.missing_pages = missing.count();
             common.act(Action::FetchMissing { missing });

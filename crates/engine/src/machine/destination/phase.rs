@@ -51,9 +51,19 @@ pub(super) struct Session {
     /// Pages to leave out of the hash, once the source has named any.
     pub(super) free: Option<PageSet>,
     pub(super) hash: HashRun,
-    /// Pages that only the source has, as far as it has named them. `None` if this guest can't run
-    /// before all its pages have arrived.
-    pub(super) lacking: Option<PageSet>,
+    /// `None` if this guest can't run before all its pages have arrived.
+    pub(super) lacking: Option<Lacking>,
+}
+
+/// The pages that the source has named in LACKING.
+#[derive(Debug)]
+pub(super) struct Lacking {
+    /// All of them. A withdrawal removes none: this side has freed them, so whatever the source
+    /// sends or forgets to send later, they are fetched. Those that it has sent meanwhile stay
+    /// as they are when they arrive again.
+    pub(super) named: PageSet,
+    /// Those that need not be freed: they were named since the last withdrawal.
+    pub(super) freed: PageSet,
 }
 
 /// Whether both memories are compared. The time for it counts from READY, whenever VERIFY arrives.

@@ -10,7 +10,7 @@ use vmferry_memory::{PageRun, SlotId};
 
 use super::common::{Common, protocol};
 use super::io::{Action, LinkId, Report};
-use super::phase::{Phase, Session};
+use super::phase::{Lacking, Phase, Session};
 use crate::error::MigrateError;
 use crate::link::Loss;
 use vmferry_handover::{DestinationEvent, DestinationState};
@@ -36,7 +36,7 @@ impl Session {
         }
     }
 
-    /// Returns the pages that were not named before.
+    /// Returns the pages that were not named before, or not since the last withdrawal.
     fn add_lacking(
         &mut self,
         slot: SlotId,
@@ -50,7 +50,8 @@ impl Session {
             let slots = self.layout.len();
             return Err(format!("LACKING names {slot}, and the guest has {slots} slots"));
         };
-        let bitmap = lacking.bitmap_mut(slot);
+        let Lacking { named, freed } = lacking;
+        let (named, freed) = (named.bitmap_mut(slot), freed.bitmap_mut(slot));
         let mut runs: Vec<PageRun> = Vec::new();
         for (byte, at) in bits.iter().zip((0..).step_by(8)) {
             for bit in (0..8).filter(|bit| byte >> bit & 1 == 1) {
@@ -62,10 +63,11 @@ impl Session {
                         at + bit
                     ));
                 };
-                if bitmap.is_set(page) {
+                named.set(page);
+                if freed.is_set(page) {
                     continue;
                 }
-                bitmap.set(page);
+                freed.set(page);
                 match runs.last_mut() {
                     Some(run) if run.first + run.pages == page => run.pages += 1,
                     _ => runs.push(PageRun { slot, first: page, pages: 1 }),
@@ -242,14 +244,27 @@ mod tests {
         assert_eq!(freed, [vec![(1, 2)], vec![(3, 1)]]);
     }
 
+    /// The source may send a page that it has named, and name it again when that is outdated. A
+    /// page that it forgets must not be taken for zero.
     #[test]
-    fn withdraw_takes_lacking_back() {
+    fn withdrawal_frees_pages_again_and_forgets_none() {
         let mut destination = receiving(false);
-        heard(&mut destination, lacking(0, &[1]));
+        destination.handle(Duration::ZERO, Input::LaneEnded { lane: 0, sequence: 1 });
+        heard(&mut destination, lacking(0, &[0b11]));
         heard(&mut destination, ControlMessage::Withdraw {});
         assert_phase!(destination, Receiving);
-        let lacking = destination.phase.session().unwrap().lacking.as_ref().unwrap();
-        assert!(lacking.is_empty());
+        heard(&mut destination, lacking(0, &[0b101]));
+        heard(&mut destination, final_of(SessionKind::PostCopy));
+        let [Action::FreeOutdated { .. }, Action::FreeOutdated { runs }, fetch, ..] =
+            &did(&mut destination)[..]
+        else {
+            panic!("{destination:?}")
+        };
+        let freed: Vec<u64> = runs.iter().map(|run| run.first).collect();
+        assert_eq!(freed, [0, 2]);
+        let Action::FetchMissing { missing } = fetch else { panic!("{fetch:?}") };
+        let pages: Vec<(u64, u64)> = missing.runs().map(|run| (run.first, run.pages)).collect();
+        assert_eq!(pages, [(0, 3)]);
     }
 
     #[test]

@@ -64,7 +64,7 @@ impl Phase {
         };
         session.withdraw_verify();
         if let Some(lacking) = &mut session.lacking {
-            lacking.clear_all();
+            lacking.freed.clear_all();
         }
         common.kind = SessionKind::PreCopy;
         Self::Receiving(session)
