@@ -1,6 +1,7 @@
 //! Simulated time and network. Channels are ordered streams, each with its own delay, until a fault
 //! cuts, swallows, delays, repeats or damages their messages.
 
+mod channel;
 mod silence;
 
 use std::collections::BTreeMap;
@@ -11,6 +12,7 @@ use vmferry::MigrateError;
 use vmferry::machine::{destination, source};
 use vmferry_wire::ControlMessage;
 
+use self::channel::{Channel, Message};
 use self::silence::Silence;
 use crate::dial::Dial;
 use crate::host::Host;
@@ -92,16 +94,6 @@ impl Event {
             _ => None,
         }
     }
-}
-
-#[derive(Debug, Default)]
-struct Channel {
-    /// The time of the cut: nothing arrives after it.
-    cut: Option<Duration>,
-    /// The ends that have closed it.
-    closed: [bool; 2],
-    /// When the last byte for each host arrives.
-    last: [Duration; 2],
 }
 
 /// A cut that has happened.
@@ -320,10 +312,16 @@ impl Network {
                 .into_iter()
                 .filter(|end| !self.channels[channel].closed[*end as usize])
                 .collect();
-            if self.channels[channel].cut.is_some() || ends.is_empty() {
+            let at = if channel == id { when } else { self.now };
+            if let Some(cut) = &mut self.channels[channel].cut {
+                // Nothing arrives after a message that is lost.
+                *cut = at.min(*cut);
                 continue;
             }
-            self.channels[channel].cut = Some(if channel == id { when } else { self.now });
+            if ends.is_empty() {
+                continue;
+            }
+            self.channels[channel].cut = Some(at);
             for at in ends {
                 let notices = when + self.delay();
                 noticed = noticed.max(notices);
@@ -385,13 +383,4 @@ impl Network {
             self.rng.u64(50..1_000)
         })
     }
-}
-
-struct Message {
-    bytes: Vec<u8>,
-    delay: Duration,
-    copies: u32,
-    cut: Option<(Where, bool)>,
-    /// It is a request for pages, or a page, which nobody sends again on the same channel.
-    fetches: bool,
 }
