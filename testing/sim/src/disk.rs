@@ -108,6 +108,18 @@ pub struct SimJournal {
     poisoned: bool,
 }
 
+impl SimJournal {
+    /// Accepts records again after a failed write. Returns the whole records.
+    ///
+    /// # Errors
+    /// If the journal is damaged.
+    pub fn renew(&mut self) -> Result<Vec<Record>, JournalError> {
+        let reopened = self.disk.reopen(self.session)?;
+        self.poisoned = false;
+        Ok(reopened.map_or_else(Vec::new, |(_, records)| records))
+    }
+}
+
 impl Journal for SimJournal {
     fn append(&mut self, record: &Record) -> Result<(), JournalError> {
         if self.poisoned {

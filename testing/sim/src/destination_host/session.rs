@@ -9,7 +9,7 @@ use vmferry::machine::destination::Destination;
 use vmferry::machine::destination::io::{Action, Input, LinkId, Prepared};
 use vmferry::{DestinationVm, Landing, MigrateError};
 use vmferry_codec::PageHashes;
-use vmferry_handover::journal::{Journal, Record};
+use vmferry_handover::journal::{Journal, JournalError, Record};
 use vmferry_memory::{GuestMemory, whole_hash_except};
 use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionId, Token};
 
@@ -137,7 +137,7 @@ impl Session {
                 None
             }
             Action::FetchAll => self.begin_background(network).then_some(Input::Fetched),
-            Action::WriteFetched => Some(Input::FetchedWritten(self.write(&Record::Fetched))),
+            Action::WriteFetched => Some(Input::FetchedWritten(self.write_fetched())),
             Action::WriteAborted { reason } => {
                 Some(Input::AbortWritten(self.write(&Record::Aborted { reason })))
             }
@@ -191,6 +191,19 @@ impl Session {
                 self.vm.discard();
                 Err(error.into())
             }
+        }
+    }
+
+    /// As the driver does.
+    fn write_fetched(&mut self) -> Result<(), MigrateError> {
+        match (self.write(&Record::Fetched), &mut self.journal) {
+            (Err(MigrateError::Journal(JournalError::Poisoned { .. })), Some(journal)) => {
+                if journal.renew()?.contains(&Record::Fetched) {
+                    return Ok(());
+                }
+                self.write(&Record::Fetched)
+            }
+            (written, _) => written,
         }
     }
 

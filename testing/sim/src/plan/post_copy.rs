@@ -11,9 +11,6 @@ pub(super) const SHAPES: [(u8, bool, u32); 2] = [(2, false, 0), (1, false, 20)];
 /// The destination's journal write that is RUN-INTENT, after OPEN.
 const RUN_INTENT: u64 = 1;
 
-/// The destination's journal write that is FETCHED.
-const FETCHED: u64 = 2;
-
 /// Whether a random schedule is one with post-copy: a fifth of them are, whatever their faults are.
 pub(super) fn is_random(number: u64) -> bool {
     number % 5 == 3
@@ -42,9 +39,6 @@ fn needs_recovery(fault: &Fault) -> bool {
         Fault::Write { host: Host::Destination, number: RUN_INTENT, how, crash } => {
             crash || how == WriteFault::OnDisk
         }
-        // A failed write damages the journal for as long as the process lives, so the session can't
-        // end before a restart.
-        Fault::Write { host: Host::Destination, number: FETCHED, .. } => true,
         Fault::Write { crash, .. } => crash,
         _ => false,
     }

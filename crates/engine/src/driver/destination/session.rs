@@ -329,7 +329,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             Action::WriteIntent(kind) => {
                 Some(Input::IntentWritten(self.write(&Record::run_intent(kind))))
             }
-            Action::WriteFetched => Some(Input::FetchedWritten(self.write(&Record::Fetched))),
+            Action::WriteFetched => Some(Input::FetchedWritten(self.write_fetched())),
             Action::WriteAborted { reason } => {
                 Some(Input::AbortWritten(self.write(&Record::Aborted { reason })))
             }

@@ -24,7 +24,8 @@ impl Phase {
         let expects_life = self.expects_life(common);
         let silence = expects_life.then(|| common.last_heard + common.timeouts.silence);
         let deadline = self.deadline(common).map(|deadline| deadline.at);
-        [silence, deadline, common.links.deadline()].into_iter().flatten().min()
+        let retry = common.fetched_retry.filter(|_| common.handover == DestinationState::Fetching);
+        [silence, deadline, common.links.deadline(), retry].into_iter().flatten().min()
     }
 
     fn expects_life(&self, common: &Common) -> bool {
@@ -95,7 +96,7 @@ impl Phase {
         }
         match common.links.take_overdue(now) {
             Some(error) => self.on_link_lost(common, now, error),
-            None => self,
+            None => self.retry_fetched(common, now),
         }
     }
 }

@@ -26,6 +26,8 @@ pub(super) struct Common {
     pub(super) missing_pages: u64,
     /// The last missing page was placed, possibly before the guest runs.
     pub(super) has_fetched: bool,
+    /// When to try again to write FETCHED, if that has failed.
+    pub(super) fetched_retry: Option<Duration>,
     /// Why the session ended without the guest, or why the guest crashed, as far as that is known.
     pub(super) failure: Option<MigrateError>,
     /// When the source last sent a message.
@@ -50,6 +52,7 @@ impl Common {
             kind: SessionKind::PreCopy,
             missing_pages: 0,
             has_fetched: false,
+            fetched_retry: None,
             failure: None,
             last_heard: now,
             links: Links::default(),

@@ -55,8 +55,9 @@ impl Phase {
                 common.has_fetched = true;
                 self.go_on_fetching(common, now)
             }
-            Input::FetchedWritten(result) => {
-                self.on_journal(common, now, result, DestinationEvent::FetchedWritten)
+            Input::FetchedWritten(Err(error)) => self.on_fetched_failed(common, now, &error),
+            Input::FetchedWritten(written) => {
+                self.on_journal(common, now, written, DestinationEvent::FetchedWritten)
             }
             Input::AbortWritten(result) => {
                 self.on_journal(common, now, result, DestinationEvent::AbortWritten)

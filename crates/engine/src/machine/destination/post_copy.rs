@@ -11,9 +11,13 @@ use vmferry_memory::{PageRun, SlotId};
 use super::common::{Common, protocol};
 use super::io::{Action, LinkId, Report};
 use super::phase::{Lacking, Phase, Session};
+use crate::causes::chain;
 use crate::error::MigrateError;
 use crate::link::Loss;
 use vmferry_handover::{DestinationEvent, DestinationState};
+
+/// The pause before another attempt to write FETCHED.
+const FETCHED_RETRY: Duration = Duration::from_secs(1);
 
 impl Session {
     /// The source names pages that it has not sent.
@@ -86,6 +90,30 @@ impl Phase {
         }
         common.report(Report::Fetched);
         self.hand_over(common, now, LinkId::CONTROL, DestinationEvent::Fetched)
+    }
+
+    /// FETCHED could not be written. The guest runs on, the source keeps its memory, and the write
+    /// is tried again for as long as it takes.
+    pub(super) fn on_fetched_failed(
+        self,
+        common: &mut Common,
+        now: Duration,
+        error: &MigrateError,
+    ) -> Self {
+        if common.fetched_retry.replace(now + FETCHED_RETRY).is_none() {
+            common.report(Report::FetchingFailed { reason: chain(error) });
+        }
+        self.hand_over(common, now, LinkId::CONTROL, DestinationEvent::JournalFailed)
+    }
+
+    /// Tries again to write FETCHED, if it is time.
+    pub(super) fn retry_fetched(self, common: &mut Common, now: Duration) -> Self {
+        if common.handover == DestinationState::Fetching
+            && common.fetched_retry.is_some_and(|at| now >= at)
+        {
+            return self.hand_over(common, now, LinkId::CONTROL, DestinationEvent::Fetched);
+        }
+        self
     }
 
     /// Whether this is the number of a fetch lane, and not of a data lane.
@@ -189,6 +217,36 @@ mod tests {
         destination.handle(Duration::ZERO, Input::Fetched);
         assert!(matches!(did(&mut destination)[..], [Action::WriteFetched]));
         destination.handle(Duration::ZERO, Input::FetchedWritten(Ok(())));
+        assert_eq!(destination.handover(), DestinationState::Owns);
+    }
+
+    #[test]
+    fn failed_write_of_fetched_is_repeated() {
+        let mut destination = fetching();
+        destination.handle(Duration::ZERO, Input::IntentWritten(Ok(())));
+        destination.handle(Duration::ZERO, Input::Fetched);
+        did(&mut destination);
+        let mut now = Duration::ZERO;
+        for attempt in 0..3 {
+            let full = std::io::ErrorKind::StorageFull.into();
+            let error = MigrateError::Local { action: "write the journal", source: full };
+            destination.handle(now, Input::FetchedWritten(Err(error)));
+            let reports = std::iter::from_fn(|| destination.next_action()).filter(|action| {
+                matches!(action, Action::Report(Report::FetchingFailed { reason })
+                    if reason.contains("write the journal"))
+            });
+            assert_eq!(reports.count(), usize::from(attempt == 0), "it is reported once");
+            assert_eq!(destination.handover(), DestinationState::Fetching);
+            assert!(destination.ending().is_none() && destination.common.failure.is_none());
+            destination.handle(now, Input::Tick);
+            assert!(did(&mut destination).is_empty(), "it waits");
+            now = destination.next_tick().unwrap();
+            destination.handle(now, Input::Tick);
+            assert!(matches!(did(&mut destination)[..], [Action::WriteFetched]));
+            destination.handle(now + FETCHED_RETRY, Input::Tick);
+            assert!(did(&mut destination).is_empty(), "one attempt at a time");
+        }
+        destination.handle(now, Input::FetchedWritten(Ok(())));
         assert_eq!(destination.handover(), DestinationState::Owns);
     }
 

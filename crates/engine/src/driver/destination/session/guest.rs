@@ -10,7 +10,7 @@ use crate::data::destination::target::Target;
 use crate::error::MigrateError;
 use crate::machine::destination::io::{Input, Prepared};
 use crate::vmm::{DestinationVm, GuestDescription, Landing, PrepareError};
-use vmferry_handover::journal::{FileJournal, Journal, Record, Side};
+use vmferry_handover::journal::{FileJournal, Journal, JournalError, Record, Side};
 
 impl<V: DestinationVm> Session<'_, V> {
     pub(super) fn prepare(
@@ -109,6 +109,19 @@ impl<V: DestinationVm> Session<'_, V> {
                 action: "write a journal that was never opened",
                 source: std::io::ErrorKind::NotFound.into(),
             }),
+        }
+    }
+
+    /// Appends FETCHED. If an earlier attempt has failed, it may be in the journal already.
+    pub(super) fn write_fetched(&mut self) -> Result<(), MigrateError> {
+        match (self.write(&Record::Fetched), &mut self.journal) {
+            (Err(MigrateError::Journal(JournalError::Poisoned { .. })), Some(journal)) => {
+                if journal.renew(Side::Destination)?.contains(&Record::Fetched) {
+                    return Ok(());
+                }
+                self.write(&Record::Fetched)
+            }
+            (written, _) => written,
         }
     }
 
