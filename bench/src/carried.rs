@@ -26,7 +26,7 @@ use vmferry_memory::PAGE_SIZE;
 use vmferry_qemu_lab::Backend;
 
 use crate::guest::memory;
-use crate::qemus::{By, Guest, Lab, Order, Sample, Summary};
+use crate::qemus::{By, Guest, Lab, Link, Order, Sample, Summary};
 use crate::raw::{self, Sockets};
 use crate::results::{Results, Row, row};
 
@@ -68,28 +68,6 @@ impl Way {
 
     fn is_qemus(self) -> bool {
         matches!(self, Self::Qemu | Self::QemuMultifd)
-    }
-}
-
-/// The link between the hosts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Link {
-    Uncapped,
-    Capped,
-}
-
-impl Link {
-    const ALL: [Self; 2] = [Self::Uncapped, Self::Capped];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Uncapped => "uncapped",
-            Self::Capped => "capped",
-        }
-    }
-
-    fn bytes_per_s(self) -> Option<u64> {
-        (self == Self::Capped).then_some(CAP_BYTES_PER_S)
     }
 }
 
@@ -196,7 +174,7 @@ fn move_in_turn(
         let mut ways = Way::ALL;
         ways.rotate_left((pass - 1) % Way::ALL.len());
         for way in ways {
-            let max_bandwidth = link.bytes_per_s();
+            let max_bandwidth = (link == Link::Capped).then_some(CAP_BYTES_PER_S);
             let order = Order { by: way.by(), tls: true, max_bandwidth, passes: Some(PASSES) };
             let (next, sample) = guest.move_on(order).with_context(|| way.name())?;
             guest = next;

@@ -28,7 +28,7 @@ use vmferry_net_lab::{Direction, Namespaces};
 
 use crate::aims::{Ratios, Target};
 use crate::faults;
-use crate::qemus::Lab;
+use crate::qemus::{Lab, Link};
 use crate::results::{Results, Row, least, median, most, row};
 
 use self::observed::Sample;
@@ -61,24 +61,6 @@ impl Way {
             Self::Attached => "vmferry, TLS",
             Self::AttachedDefaults => "vmferry, TLS, compressed",
             Self::Microvm => "microvm, TLS",
-        }
-    }
-}
-
-/// The link between the hosts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Link {
-    Uncapped,
-    Capped,
-}
-
-impl Link {
-    const ALL: [Self; 2] = [Self::Uncapped, Self::Capped];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Uncapped => "uncapped",
-            Self::Capped => "350mbit",
         }
     }
 }

@@ -32,6 +32,25 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 /// The downtime limit of QEMU and vmferry in milliseconds: QEMU's default.
 const DOWNTIME_LIMIT_MS: u64 = 300;
 
+/// The link between the hosts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Link {
+    Uncapped,
+    /// 350 Mbit/s.
+    Capped,
+}
+
+impl Link {
+    pub const ALL: [Self; 2] = [Self::Uncapped, Self::Capped];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Uncapped => "uncapped",
+            Self::Capped => "capped",
+        }
+    }
+}
+
 /// Who migrates the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum By {

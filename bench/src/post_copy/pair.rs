@@ -79,6 +79,7 @@ impl Pair {
                 let stopped = time_of(&mut self.events_here, "STOP")?;
                 let before = checked_pages(&self.memory)?;
                 let resumed = time_of(&mut self.events_there, "RESUME")?;
+                // The window in which the guest's work counts.
                 std::thread::sleep(window);
                 let after = self.there.said().map_or(0, |said| said.get("checked"));
                 anyhow::Ok((resumed - stopped, after.saturating_sub(before)))

@@ -1,5 +1,5 @@
-//! The benchmarks of QEMU guests: `qemu`, `carried` and `post-copy`. They need the `vmferry` command
-//! in the directory of the benchmark, where the workspace's tests build it.
+//! The benchmarks of QEMU guests: `qemu`, `carried` and `post-copy`. They need the `vmferry`
+//! command in the directory of the benchmark, where the workspace's tests build it.
 
 use serde_json::Value;
 
@@ -62,7 +62,7 @@ fn post_copy_prints_the_documented_json() {
         assert_eq!(row["precopy_mb_per_s"].as_f64() > Some(0.0), is_ours, "{row}");
     }
     assert!(results["yardsticks"]["post_copy_floor_p50_us"].as_f64() > Some(0.0));
-    for link in ["uncapped", "350mbit"] {
+    for link in ["uncapped", "capped"] {
         for figure in ["fault_mean_over_qemu", "fault_p99_over_qemu", "downtime_hot_over_qemu"] {
             // Without a wait of QEMU's small guest it is no number.
             let name = format!("{figure}_{link}");

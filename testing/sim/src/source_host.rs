@@ -125,8 +125,8 @@ impl SourceHost {
         self.process.as_ref().map_or("nothing", |process| process.machine.phase_name())
     }
 
-    /// Whether this host's guest is paused although the source knows that the link is down. A process
-    /// in a slow step can't resume it yet.
+    /// Whether this host's guest is paused although the source knows that the link is down. A
+    /// process in a slow step can't resume it yet.
     pub fn lets_the_guest_wait(&self) -> bool {
         let holds = |process: &Process| process.machine.handover() == SourceState::Holding;
         !self.links.away.is_empty()

@@ -27,8 +27,7 @@ fn travel(machine: &Machine) {
             "{} pages fetched in {:.0} ms, downtime {:.1} ms",
             stats.missing_pages, stats.serving_ms, stats.downtime_ms
         );
-        // On a busy machine its vCPUs get little time to write.
-        assert!(stats.missing_pages > 100, "{stats:?}");
+        assert!(stats.missing_pages > 1000, "{stats:?}");
         assert_eq!(stats.digest_match, Some(true));
         here.child.wait().unwrap();
         here = there;

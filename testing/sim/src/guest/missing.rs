@@ -1,4 +1,5 @@
-//! The pages that a guest lacks after a switchover with post-copy, and its vCPUs that wait for them.
+//! The pages that a guest lacks after a switchover with post-copy, and its vCPUs that wait for
+//! them.
 
 use vmferry::data::destination::missing::{FaultAt, MissingSet};
 use vmferry_memory::{PAGE_SIZE, PageRun, PageSet, SlotId};

@@ -36,9 +36,9 @@ impl Silence {
         self.until > now && self.ways.cover(to)
     }
 
-    /// Whether a message is lost. TCP sends lost bytes again, and if that succeeds before the source
-    /// has noticed the silence, nobody knows of it. On a fetch lane no timeout waits for progress,
-    /// so what it carries is lost only in a longer silence.
+    /// Whether a message is lost. TCP sends lost bytes again, and if that succeeds before the
+    /// source has noticed the silence, nobody knows of it. On a fetch lane no timeout waits for
+    /// progress, so what it carries is lost only in a longer silence.
     pub(super) fn loses(&self, is_of_fetch_lane: bool) -> bool {
         self.lost && !(is_of_fetch_lane && self.until - self.since < UNNOTICED)
     }

@@ -2,11 +2,11 @@
 //!
 //! The guest is paused while pages are still to be sent. LACKING names them, FINAL follows at once,
 //! and the destination requests them on fetch lanes while its guest runs. From FINAL on this side
-//! only answers requests. After COMMIT it can't resume the guest: it serves pages, and reestablishes
-//! lost channels for as long as that takes.
+//! only answers requests. After COMMIT it can't resume the guest: it serves pages, and
+//! reestablishes lost channels for as long as that takes.
 //!
-//! Until COMMIT every failure resumes the guest here. So does a lost link: the destination has freed
-//! outdated pages by then, and the source would have to send them again.
+//! Until COMMIT every failure resumes the guest here. So does a lost link: the destination has
+//! freed outdated pages by then, and the source would have to send them again.
 
 use std::time::Duration;
 
@@ -132,7 +132,7 @@ impl Common {
         self.post_copy.policy = policy;
     }
 
-    /// Whether the switchover that follows a harvest is to be one with post-copy.
+    /// Whether the switchover that follows a harvest has post-copy.
     pub(super) fn is_post_copy_due(&mut self, decision: &Decision, harvest: Harvest) -> bool {
         let verdict = self.pace.predictor.forecast(harvest, self.pace.throttle.has_more()).verdict;
         let is_held = self.pace.hold.wanted;
