@@ -79,7 +79,9 @@ pub fn migrate_here<S: SourceVm, D: DestinationVm + Send>(
     });
     let stats = match outcome {
         SourceOutcome::Given { stats, .. } => stats,
-        SourceOutcome::Kept { error, .. } => return Err(error).context("the migration failed"),
+        SourceOutcome::Kept { error, .. } | SourceOutcome::Lost { error, .. } => {
+            return Err(error).context("the migration failed");
+        }
     };
     match received {
         Ok(Received::Owns(owned)) => Ok((stats, owned)),

@@ -7,10 +7,11 @@ use vmferry_microvm::state::StateReader;
 use vmferry_transport::{Direction, RecordingHeader};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, ControlMessage, Decoded, HELLO_BYTES, HELLO_REPLY_BYTES,
-    Hello, HelloReply, PROTOCOL_VERSION_MAX, ProbeHeader, Role,
+    Hello, HelloReply, LaneOffer, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, ProbeHeader, Role,
 };
 
 use crate::bytes::{Bytes, Stop};
+use crate::fetch::is_request;
 use crate::record::Record;
 use crate::{Inspector, Tell, message};
 
@@ -41,8 +42,8 @@ impl Inspector {
         self.messages(header, bytes, tell)
     }
 
-    /// Decodes what the destination sent on a channel: the reply to the greeting, and on a control
-    /// channel messages.
+    /// Decodes what the destination sent on a channel: the reply to the greeting, then messages on
+    /// a control channel and requests on a fetch lane.
     pub(crate) fn read_from_destination<R: Read>(
         &mut self,
         header: &RecordingHeader,
@@ -55,6 +56,9 @@ impl Inspector {
                 .map_err(|error| broken(offset, "the reply to the greeting", &error))?;
         let fields = message::reply(&reply);
         tell(&Record::new(offset, HELLO_REPLY_BYTES as u64, "reply", fields))?;
+        if self.sessions.fetch_channel(header).is_some() || is_request(bytes.peek(8)?) {
+            return self.requests(header, bytes, tell);
+        }
         self.messages(header, bytes, tell)
     }
 
@@ -105,8 +109,11 @@ impl Inspector {
             }
             tell(&Record::new(offset, length, message.name(), fields))?;
             if let ControlMessage::Final { state, .. } = &message {
-                // The state is at the end of the body.
-                self.final_state(bytes.offset() - state.len() as u64, state, tell)?;
+                // Fields follow the state, except in version 1, which has none.
+                let mut without_fields = Vec::new();
+                message.encode(PROTOCOL_VERSION_MIN, &mut without_fields);
+                let at = offset + (without_fields.len() - state.len()) as u64;
+                self.final_state(at, state, tell)?;
             }
         }
         Ok(())
@@ -135,12 +142,22 @@ impl Inspector {
     /// Remembers what a message says about the session's other channels.
     fn note(&mut self, header: &RecordingHeader, message: &ControlMessage) {
         match message {
-            ControlMessage::Begin { session, layout, lanes, .. } => {
+            ControlMessage::Begin { session, layout, lanes, fetch_lanes, .. } => {
                 let known = self.sessions.of_connection(header);
                 known.id = Some(*session);
                 known.announced = Some((layout.clone(), *lanes));
+                known.first_fetch_lane = fetch_lanes.map(|_| *lanes);
             }
-            ControlMessage::Accept { token, .. } => self.sessions.join(header, *token),
+            ControlMessage::Query { session, offer } => {
+                let known = self.sessions.of_question(header, *session);
+                if let Some(LaneOffer { first, .. }) = offer {
+                    known.first_fetch_lane = Some(*first);
+                }
+            }
+            ControlMessage::Accept { token, .. }
+            | ControlMessage::Answer { token: Some(token), .. } => {
+                self.sessions.join(header, *token)
+            }
             ControlMessage::Placed { lane, sequence, .. } => {
                 let lane = self.sessions.of_connection(header).lanes.entry(*lane).or_default();
                 lane.placed = lane.placed.max(*sequence);

@@ -15,10 +15,13 @@ use crate::bytes::{Bytes, Stop};
 use crate::control::broken;
 use crate::pages::{GuestPages, NoPages, SeenPages};
 use crate::record::Record;
-use crate::session::Session;
+use crate::session::{Lane, Session};
 use crate::{Inspector, Tell, message};
 
 const WHAT: &str = "a frame";
+
+/// Data lanes, and fetch lanes for faults and in the background: as many as each may have.
+const MOST_LANES: u8 = 3 * MAX_LANES;
 
 /// The state of reading one lane's file.
 pub(crate) struct LaneFile<'a> {
@@ -32,6 +35,8 @@ pub(crate) struct LaneFile<'a> {
     before: Option<u64>,
     /// The number of earlier connections of this channel.
     attempt: u64,
+    /// A fetch lane: each frame answers a request.
+    fetches: bool,
     runs: bool,
 }
 
@@ -43,11 +48,21 @@ impl Inspector {
         bytes: &mut Bytes<R>,
         tell: &mut Tell<'_>,
     ) -> Result<(), Stop> {
-        if hello.lane >= MAX_LANES {
-            let problem =
-                format!("lane {} is out of range; there are at most {MAX_LANES} lanes", hello.lane);
+        if hello.lane >= MOST_LANES {
+            let problem = format!(
+                "lane {} is out of range; there are at most {MOST_LANES} lanes",
+                hello.lane
+            );
             let (offset, what) = (bytes.offset() - 27, "the source's greeting".into());
             return Err(Stop::Broken { offset, what, problem });
+        }
+        let session = self.sessions.of_token(header, hello.token);
+        let fetches = session.is_fetch_lane(hello.lane);
+        let lane = session.lanes.entry(hello.lane).or_default();
+        if fetches {
+            // Its frames are numbered on each channel.
+            *lane = Lane::default();
+            self.sessions.join_fetch_channel(header, hello.token, hello.lane);
         }
         let session = self.sessions.of_token(header, hello.token);
         let lane = session.lanes.entry(hello.lane).or_default();
@@ -59,14 +74,20 @@ impl Inspector {
             decoder: Decoder::default(),
             stream: None,
             before: None,
-            attempt: hello.attempt,
+            attempt: if fetches { 0 } else { hello.attempt },
+            fetches,
             runs: self.runs,
         };
         let mut frame = Frame::new();
         while !bytes.is_at_end()? {
             file.next(&mut frame, bytes, tell)?;
         }
-        file.session.lanes.entry(hello.lane).or_default().whole = true;
+        let lane = file.session.lanes.entry(hello.lane).or_default();
+        lane.whole = true;
+        let answers = lane.highest;
+        if let Some(channel) = self.sessions.fetch_channel(header) {
+            channel.answers = answers;
+        }
         Ok(())
     }
 }
@@ -201,18 +222,25 @@ impl LaneFile<'_> {
         } else {
             self.decoder.decode_apart(frame, slot_pages, &mut guest)
         };
-        let twice = guest.twice;
+        // A page may be requested on several fetch lanes.
+        let twice = guest.twice.filter(|_| !self.fetches);
         let found = found.map_err(|error| {
             let at = table_at + place_of(&error, frame, header);
             broken(at, "a frame's pages", &error)
         })?;
-        self.check_runs(table_at, frame, header)?;
+        if !self.fetches {
+            self.check_runs(table_at, frame, header)?;
+        }
         if let Some((slot, page)) = twice {
             let problem =
                 format!("page {page} of {slot} comes a second time in round {}", header.round);
             return Err(Stop::Broken { offset: table_at, what: WHAT.into(), problem });
         }
         let [zero, raw, packed, delta] = found.pages;
+        if self.fetches && delta > 0 {
+            let problem = format!("an answer to a request has {delta} pages as deltas");
+            return Err(Stop::Broken { offset: table_at, what: WHAT.into(), problem });
+        }
         fields["slot"] = json!(header.slot.0);
         fields["runs"] = json!(header.runs);
         for (name, pages) in [("zero", zero), ("raw", raw), ("packed", packed), ("delta", delta)] {
@@ -287,7 +315,9 @@ pub(crate) fn algorithm(header: &FrameHeader) -> Value {
 /// The offset of an error from the start of the frame's table.
 pub(crate) fn place_of(error: &CodecError, frame: &Frame, header: &FrameHeader) -> u64 {
     let table = header.table_bytes() as u64;
-    let packed = table + u64::from(header.payload_bytes) - u64::from(header.packed_bytes);
+    // The error may be that the frame is too short for its compressed part.
+    let payload = u64::from(header.payload_bytes);
+    let packed = table + payload.saturating_sub(header.packed_bytes.into());
     match error {
         CodecError::Unpack { .. }
         | CodecError::Delta { .. }

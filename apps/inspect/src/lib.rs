@@ -16,6 +16,7 @@
 mod bytes;
 mod control;
 mod data;
+mod fetch;
 mod message;
 mod other;
 mod pages;
@@ -26,6 +27,7 @@ mod session;
 use std::io::{self, Read};
 
 use vmferry_transport::{Direction, RECORDING_HEADER_BYTES, RECORDING_MAGIC, RecordingHeader};
+use vmferry_wire::HELLO_REPLY_BYTES;
 
 use self::bytes::{Bytes, Stop};
 use self::pages::SeenPages;
@@ -163,7 +165,12 @@ pub fn turn_of(head: &[u8]) -> (u8, u32, u8) {
     };
     let Ok(header) = RecordingHeader::parse(head) else { return (9, 0, 0) };
     let to_source = header.direction == Direction::ToSource;
-    // The role in the greeting; 2 is a data channel.
-    let is_data = !to_source && rest.get(12) == Some(&2);
+    // The role in the greeting: 2 is a data channel. The destination's greeting has no role, but
+    // only on a fetch lane requests follow.
+    let is_data = if to_source {
+        rest.get(HELLO_REPLY_BYTES..).is_some_and(fetch::is_request)
+    } else {
+        rest.get(12) == Some(&2)
+    };
     (u8::from(is_data), header.connection, u8::from(to_source))
 }

@@ -4,8 +4,8 @@ use serde_json::{Value, json};
 use vmferry_microvm::state::StateReader;
 use vmferry_transport::{Direction, RECORDING_HEADER_BYTES, RecordingHeader, RecordingSide};
 use vmferry_wire::{
-    ControlMessage, FetchLanes, Hello, HelloReply, HelloStatus, ProbeMessage, Reason, Role,
-    SessionKind,
+    ControlMessage, FetchLanes, Hello, HelloReply, HelloStatus, LaneOffer, ProbeMessage, Reason,
+    Role, SessionKind,
 };
 
 use crate::record::Record;
@@ -117,8 +117,10 @@ pub fn control(message: &ControlMessage) -> Value {
             if *verifies_placed {
                 accept["verifies_placed"] = true.into();
             }
-            if *post_copy {
-                accept["post_copy"] = true.into();
+            match post_copy {
+                Some(Ok(())) => accept["post_copy"] = true.into(),
+                Some(Err(why)) => accept["no_post_copy"] = why.as_str().into(),
+                None => {}
             }
             accept
         }
@@ -148,13 +150,26 @@ pub fn control(message: &ControlMessage) -> Value {
         ControlMessage::Aborted { session, reason: why, .. } => {
             json!({ "session": session, "code": u16::from(why.code), "text": why.text })
         }
-        ControlMessage::Commit { session, .. } | ControlMessage::Query { session, .. } => {
-            json!({ "session": session })
+        ControlMessage::Commit { session } => json!({ "session": session }),
+        ControlMessage::Query { session, offer } => {
+            let mut query = json!({ "session": session });
+            if let Some(LaneOffer { first, lanes }) = offer {
+                query["offer"] = json!({
+                    "first": first, "faults": lanes.faults, "background": lanes.background,
+                });
+            }
+            query
         }
         ControlMessage::Ping { nonce, .. } | ControlMessage::Pong { nonce, .. } => {
             json!({ "nonce": nonce })
         }
-        ControlMessage::Answer { session, word, .. } => json!({ "session": session, "word": word }),
+        ControlMessage::Answer { session, word, token } => {
+            let mut answer = json!({ "session": session, "word": word });
+            if token.is_some() {
+                answer["token"] = json!("(secret)");
+            }
+            answer
+        }
         ControlMessage::Free { slot, runs, .. } => {
             let pages = runs.iter().fold(0_u64, |sum, (_, pages)| sum.saturating_add(*pages));
             json!({ "slot": slot.0, "runs": runs.len(), "pages": pages })

@@ -20,6 +20,20 @@ pub struct Session {
     /// The last frame of each lane, from the last FINAL that was not withdrawn.
     pub last: Option<Vec<u64>>,
     pub lanes: BTreeMap<u8, Lane>,
+    /// The number of the first fetch lane, if there may be fetch lanes.
+    pub first_fetch_lane: Option<u8>,
+    /// The channels of fetch lanes, by the time and number of each.
+    fetch_channels: BTreeMap<(u64, u32), FetchChannel>,
+}
+
+/// A channel of a fetch lane.
+#[derive(Debug)]
+pub struct FetchChannel {
+    lane: u8,
+    /// Frames that the source has sent.
+    pub answers: u64,
+    /// Requests that the destination has sent, if they were read to the end.
+    pub requests: Option<u64>,
 }
 
 /// A lane of a session.
@@ -81,6 +95,39 @@ impl Sessions {
         self.get(index, header.side)
     }
 
+    /// The session of a channel on which a source asks about it.
+    pub fn of_question(&mut self, header: &RecordingHeader, id: SessionId) -> &mut Session {
+        let known = |session: &Session| session.id == Some(id) && session.side == header.side;
+        if let Some(index) = self.all.iter().position(known) {
+            let connection = self.connection(header);
+            self.by_connection.insert(connection, index);
+        }
+        let session = self.of_connection(header);
+        session.id = Some(id);
+        session
+    }
+
+    /// Associates a fetch lane's channel with the session of this token.
+    pub fn join_fetch_channel(&mut self, header: &RecordingHeader, token: Token, lane: u8) {
+        if let Some(&index) = self.by_token.get(&(side(header), token.0)) {
+            let connection = self.connection(header);
+            self.by_connection.insert(connection, index);
+            let channel = FetchChannel { lane, answers: 0, requests: None };
+            self.all[index].fetch_channels.insert((header.at, header.connection), channel);
+        }
+    }
+
+    /// The session of a channel that was read before in the other direction.
+    pub fn known(&self, header: &RecordingHeader) -> Option<&Session> {
+        self.by_connection.get(&self.connection(header)).map(|index| &self.all[*index])
+    }
+
+    /// A fetch lane's channel that was read before in the other direction.
+    pub fn fetch_channel(&mut self, header: &RecordingHeader) -> Option<&mut FetchChannel> {
+        let index = *self.by_connection.get(&self.connection(header))?;
+        self.all[index].fetch_channels.get_mut(&(header.at, header.connection))
+    }
+
     /// Associates a control channel with the session of this token.
     pub fn join(&mut self, header: &RecordingHeader, token: Token) {
         let connection = self.connection(header);
@@ -117,6 +164,8 @@ impl Sessions {
                 announced: None,
                 last: None,
                 lanes: BTreeMap::new(),
+                first_fetch_lane: None,
+                fetch_channels: BTreeMap::new(),
             });
         }
         &mut self.all[index]
@@ -128,6 +177,11 @@ impl Sessions {
 }
 
 impl Session {
+    /// Whether this is the number of a fetch lane, and not of a data lane.
+    pub fn is_fetch_lane(&self, lane: u8) -> bool {
+        self.first_fetch_lane.is_some_and(|first| lane >= first)
+    }
+
     fn disagreements(&self) -> Vec<String> {
         let side = match self.side {
             RecordingSide::Source => "source",
@@ -152,6 +206,11 @@ impl Session {
                     "FINAL names {last} as the last frame of lane {number}, but that is {}",
                     lane.highest
                 ));
+            }
+        }
+        for FetchChannel { lane, answers, requests } in self.fetch_channels.values() {
+            if let Some(requests) = requests.filter(|requests| requests < answers) {
+                report(format!("lane {lane} has {answers} answers to {requests} requests"));
             }
         }
         found

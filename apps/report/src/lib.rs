@@ -30,7 +30,7 @@ pub use chart::{Curves, Legend, svg_of};
 pub use error::ReportError;
 pub use page::{benchmarks, compare, run};
 pub use run::{
-    Downtime, Encoded, Ending, Event, Failure, Forecast, Limits, Number, Round, Run, Sample,
+    Downtime, Encoded, Ending, Event, Failure, Fetch, Forecast, Limits, Number, Round, Run, Sample,
     Started, Stats, sentence,
 };
 

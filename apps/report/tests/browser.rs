@@ -56,6 +56,19 @@ fn migration_page_fits_desktop_and_phone() {
     }
 }
 
+#[test]
+fn page_of_a_destination_fits_desktop_and_phone() {
+    let run = support::run(&support::file(&support::destination("web")));
+    let page = vmferry_report::run(&run).unwrap();
+    for width in WIDTHS {
+        let measured = check(&page, width, Scheme::Light);
+        assert_eq!(measured.headline, "web moved");
+        let facts: Value = serde_json::from_str(&measured.facts).unwrap();
+        assert_eq!(facts["numbers"]["missing_pages"], 4096.0);
+        assert_eq!(facts["numbers"]["wait_p99_ms"], 7.3);
+    }
+}
+
 /// The sum of red, green and blue of `rgb(1, 2, 3)`.
 fn brightness(color: &str) -> u32 {
     color

@@ -2,8 +2,9 @@
 
 use serde::Serialize;
 use serde_json::Value;
-use vmferry::stats::{RoundStats, SourceStats};
-use vmferry_report::{Round, Stats};
+use vmferry::destination::FetchProgress;
+use vmferry::stats::{FetchStats, RoundStats, SourceStats};
+use vmferry_report::{Fetch, Round, Stats};
 
 fn names(of: &impl Serialize) -> Vec<String> {
     fn walk(value: &Value, path: &str, into: &mut Vec<String>) {
@@ -31,6 +32,17 @@ fn members_read_are_written_by_the_engine() {
     assert!(read_names.len() > 40, "{read_names:?}");
     for name in &read_names {
         assert!(written_names.contains(name), "the engine does not write {name}");
+    }
+}
+
+#[test]
+fn members_of_a_fetch_are_written_by_the_engine() {
+    let read_names = names(&Fetch::default());
+    assert!(read_names.len() > 10, "{read_names:?}");
+    for written_names in [names(&FetchStats::default()), names(&FetchProgress::default())] {
+        for name in &read_names {
+            assert!(written_names.contains(name), "the engine does not write {name}");
+        }
     }
 }
 

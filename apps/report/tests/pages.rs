@@ -79,6 +79,50 @@ fn run_page_of_a_cut_record_shows_the_part_before() {
 }
 
 #[test]
+fn run_page_of_a_destination_shows_its_fetch() {
+    let lines = support::destination("web");
+    let page = vmferry_report::run(&support::run(&support::file(&lines))).unwrap();
+    for part in [
+        "<h1>web moved</h1>",
+        "Post-copy",
+        "4,096 (16 MiB)",
+        "512 (2 MiB)",
+        "3,584 (14 MiB)",
+        "Waits for missing pages",
+        "1.3 ms",
+        "0.95 ms",
+        "7.3 ms",
+        "45.7 ms",
+        "654 ms",
+        "2.35 s",
+        "the destination has the guest",
+    ] {
+        assert!(page.contains(part), "{part}");
+    }
+    assert!(!page.contains("<h2>Plots"), "there is nothing to plot");
+    assert!(!page.contains("still missing at"), "every page has arrived");
+    // The process was killed while its guest lacked pages.
+    let page = vmferry_report::run(&support::run(&support::file(&lines[..5]))).unwrap();
+    assert!(page.contains("still missing at the end of this record") && page.contains("1,000 ("));
+}
+
+#[test]
+fn run_page_of_a_source_shows_the_pages_that_it_served() {
+    let mut lines = support::record("web", 1.0);
+    let plain = vmferry_report::run(&support::run(&support::file(&lines))).unwrap();
+    assert!(!plain.contains("Post-copy") && !plain.contains("missing_pages"));
+    let stats = &mut lines.last_mut().unwrap()["stats"];
+    (stats["missing_pages"], stats["serving_ms"]) = (json!(0), json!(0.0));
+    let without = vmferry_report::run(&support::run(&support::file(&lines))).unwrap();
+    assert_eq!(without, plain, "nothing was missing");
+    let stats = &mut lines.last_mut().unwrap()["stats"];
+    (stats["missing_pages"], stats["serving_ms"]) = (json!(2048), json!(1500.0));
+    let page = vmferry_report::run(&support::run(&support::file(&lines))).unwrap();
+    assert!(page.contains("2,048 (8 MiB)") && page.contains("source served pages"));
+    assert!(!page.contains("Waits for missing pages"), "the source does not know them");
+}
+
+#[test]
 fn compare_page_has_ratios_and_equal_axes() {
     let [a, b] =
         [1.0, 2.0].map(|speed| support::run(&support::file(&support::record("web", speed))));
@@ -192,6 +236,10 @@ fn line() -> impl Strategy<Value = String> {
         "throttled",
         "link-lost",
         "resent",
+        "accepted",
+        "fetch-progress",
+        "fetching",
+        "received",
         "unheard-of",
     ]);
     let members = prop::sample::select(vec![
@@ -219,6 +267,9 @@ fn line() -> impl Strategy<Value = String> {
         "harvest_ms",
         "downtime_limit_ms",
         "total_ms",
+        "fetch",
+        "fault_pages",
+        "wait_p99_us",
     ]);
     let number = prop_oneof![
         1 => any::<f64>().prop_filter("JSON has only finite numbers", |it| it.is_finite()),

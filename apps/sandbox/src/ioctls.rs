@@ -48,16 +48,21 @@ const PAGES: &[u64] = &[
     0xc068_6611, // PROCMAP_QUERY
 ];
 
-/// Requests of userfaultfd.
+/// Creating a userfaultfd and protecting pages with it.
 const USERFAULTFD: &[u64] = &[
+    0xc018_aa06, // UFFDIO_WRITEPROTECT
+    0x0000_aa00, // USERFAULTFD_IOC_NEW, of /dev/userfaultfd
+];
+
+/// Missing pages, in this process or in another one by a descriptor that it has created.
+const FAULTS: &[u64] = &[
     0xc018_aa3f, // UFFDIO_API
     0xc020_aa00, // UFFDIO_REGISTER
     0x8010_aa01, // UFFDIO_UNREGISTER
-    0xc018_aa06, // UFFDIO_WRITEPROTECT
-    0x0000_aa00, // USERFAULTFD_IOC_NEW, of /dev/userfaultfd
     0x8010_aa02, // UFFDIO_WAKE
     0xc028_aa03, // UFFDIO_COPY
     0xc020_aa04, // UFFDIO_ZEROPAGE
+    0xc020_aa07, // UFFDIO_CONTINUE
 ];
 
 /// Requests of KVM, the most frequent one first.
@@ -121,8 +126,8 @@ const KVM: &[u64] = &[
 /// The requests that a kind of work needs.
 pub fn allowed(work: Work) -> Vec<u64> {
     let of: &[&[u64]] = match work {
-        Work::Machine => &[KVM, PLAIN, PAGES, USERFAULTFD],
-        Work::MemoryOnly => &[PLAIN, PAGES],
+        Work::Machine => &[KVM, PLAIN, PAGES, FAULTS, USERFAULTFD],
+        Work::MemoryOnly => &[PLAIN, PAGES, FAULTS],
         Work::Connections => &[PLAIN],
     };
     of.concat()

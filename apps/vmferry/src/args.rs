@@ -260,6 +260,7 @@ is written to the journal, and then libvirt of this host resumes or removes the 
 Examples:
   vmferry resolve web --destination-owns
   vmferry resolve web --source-resumes
+  vmferry resolve web --give-up    # the destination is lost, and had not all pages (post-copy)
   vmferry resolve web --source-resumes --yes --json    # after a script has fenced the other host")]
 pub struct ResolveOptions {
     /// Name of the guest, path of its control socket, or number of the session.
@@ -270,6 +271,10 @@ pub struct ResolveOptions {
     /// The guest never ran at the destination and never will: the source resumes it.
     #[arg(long, group = "word")]
     pub source_resumes: bool,
+    /// The destination ran the guest and is lost for good, before it had all pages (post-copy): the
+    /// guest is given up, and the memory that is still here is released.
+    #[arg(long, group = "word")]
+    pub give_up: bool,
     /// Don't ask: the other host was looked at, or is fenced.
     #[arg(long, short)]
     pub yes: bool,

@@ -1,17 +1,20 @@
 //! Shows a running migration: three lines that are redrawn on a terminal, one line per event
 //! elsewhere, and every event as JSON for machines.
 
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
 use bytesize::ByteSize;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use parking_lot::Mutex;
-use serde_json::Value;
+use serde_json::{Value, json};
+use vmferry::source::Orders;
 
 use crate::exit::Failure;
 use crate::output::Output;
 use crate::saved_run::SavedRun;
 
+pub mod fetch;
 mod words;
 
 pub use words::outlook;
@@ -21,6 +24,9 @@ const PAGE_BYTES: u64 = vmferry_memory::PAGE_SIZE as u64;
 
 /// How often the spinner turns.
 const TICK: Duration = Duration::from_millis(120);
+
+/// How often progress is shown.
+const PERIOD: Duration = Duration::from_millis(200);
 
 /// The events of a migration in JSON output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,6 +129,30 @@ impl<'a> Progress<'a> {
         Self { output, json_events, state: Mutex::new(state) }
     }
 
+    /// Sets the guest and its destination, which an event "started" would tell.
+    pub fn of(mut self, guest: &str, to: &str) -> Self {
+        let seen = &mut self.state.get_mut().seen;
+        (seen.guest, seen.to) = (guest.to_owned(), to.to_owned());
+        self
+    }
+
+    /// Shows the progress of a migration while `work` runs.
+    pub fn during<R>(&self, orders: &Orders, work: impl FnOnce() -> R) -> R {
+        let (over, is_over) = std::sync::mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                while is_over.recv_timeout(PERIOD) == Err(RecvTimeoutError::Timeout) {
+                    let mut event = json!(orders.progress());
+                    event["event"] = json!("progress");
+                    self.event(&event);
+                }
+            });
+            let result = work();
+            drop(over);
+            result
+        })
+    }
+
     /// Handles an event of the migration.
     pub fn event(&self, event: &Value) {
         let mut state = self.state.lock();
@@ -146,6 +176,7 @@ impl<'a> Progress<'a> {
                             | "link-restored"
                             | "recalled"
                             | "in-doubt"
+                            | "serving-failed"
                             | "throttled"
                             | "held"
                             | "unknown-fields"

@@ -150,6 +150,7 @@ pub fn migrate_while<V: SourceVm + Send, T>(
         (SourceOutcome::Kept { error, stats, .. }, Received::Nothing { .. }) => {
             Ok((done, Ended { stats, conductor_cpu_s, error: Some(error) }))
         }
+        (SourceOutcome::Lost { error, .. }, _) => Err(error).context("the guest is lost"),
         (SourceOutcome::Given { .. }, Received::Nothing { error, .. }) => {
             Err(error).context("the destination does not own the guest")
         }

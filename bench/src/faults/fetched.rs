@@ -51,10 +51,11 @@ pub fn measure(pages: u64) -> anyhow::Result<Sample> {
     lanes.start(missing, results, cpu.clone())?;
     let (from, to) = connect()?;
     let (results, _lost) = crossbeam_channel::unbounded();
+    let unsent = PageSet::for_memory(&source).into();
     let serving = FetchLaneContext {
         lane: LANE,
         attempt: 0,
-        served: Arc::new(OnceLock::from(Served { round: 2, zero: None })),
+        served: Arc::new(OnceLock::from(Served { round: 2, zero: None, unsent })),
         background: None,
         results,
         cpu: cpu.clone(),

@@ -115,7 +115,7 @@ impl Guest {
         let received = received.map_err(|_| anyhow!("the destination's thread panicked"))?;
         let stats = match outcome {
             SourceOutcome::Given { stats, .. } => stats,
-            SourceOutcome::Kept { error, .. } => {
+            SourceOutcome::Kept { error, .. } | SourceOutcome::Lost { error, .. } => {
                 bail!("the migration failed: {}", vmferry::chain(&error))
             }
         };

@@ -34,8 +34,7 @@ pub fn migrate(
     let (source, destination) = std::thread::scope(|scope| {
         let there = scope.spawn(|| -> anyhow::Result<DestinationStats> {
             enter(File::open(namespaces.destination_path())?.as_fd())?;
-            let mut vm = QemuDestination::attach(&ends.there, Expected::default())?;
-            vm.allow_post_copy()?;
+            let vm = QemuDestination::attach(&ends.there, Expected::default())?;
             let at = format!("tls:{DESTINATION_ADDRESS}:0").parse()?;
             let listener = Listener::bind(&at, Some(Arc::clone(&identity)))?;
             bound.send(listener.local_address().clone())?;
@@ -60,7 +59,9 @@ pub fn migrate(
             let vm = QemuSource::attach(&ends.here)?;
             match send(vm, &dialer, config, &Orders::default(), &mut |_| {}) {
                 SourceOutcome::Given { stats, .. } => Ok(*stats),
-                SourceOutcome::Kept { error, .. } => bail!("{}", vmferry::chain(&error)),
+                SourceOutcome::Kept { error, .. } | SourceOutcome::Lost { error, .. } => {
+                    bail!("{}", vmferry::chain(&error))
+                }
             }
         });
         (here.join(), there.join())

@@ -193,7 +193,9 @@ impl Side {
             SourceOutcome::Given { stats, .. } => {
                 Ok(Sent { total_s: stats.total_ms / 1e3, whole_s, cpu_s })
             }
-            SourceOutcome::Kept { error, .. } => Err(error).context("the migration failed"),
+            SourceOutcome::Kept { error, .. } | SourceOutcome::Lost { error, .. } => {
+                Err(error).context("the migration failed")
+            }
         }
     }
 }

@@ -223,7 +223,8 @@ statistics! {
         pub faults: u64,
         /// Faults at pages that were never populated at the source, which are zero.
         pub zero_faults: u64,
-        /// From the start of the guest until the last missing page had arrived, in milliseconds.
+        /// From the start of the guest until the last missing page had arrived, or until now, in
+        /// milliseconds.
         pub fetch_ms: f64,
         /// All waits for missing pages together, in milliseconds. Threads wait at the same time.
         pub waited_ms: f64,
@@ -235,6 +236,10 @@ statistics! {
         pub wait_p99_us: u64,
         /// The longest wait in microseconds.
         pub wait_max_us: u64,
+        /// Number of times a lost channel was reestablished while the guest ran.
+        pub reconnections: u32,
+        /// Time during which at least one channel was missing, in milliseconds.
+        pub link_down_ms: f64,
     }
 
     /// Statistics of one migration, as seen by the destination.

@@ -41,6 +41,9 @@ pub enum Request {
         /// Which host has the guest.
         word: OperatorWord,
     },
+    /// Gives up a guest that runs at the destination and lacks pages of this host's memory, which
+    /// is released. The guest is lost.
+    GiveUp,
     /// Watches the running guest and estimates the cost of a migration.
     Estimate(EstimateRequest),
 }
@@ -66,7 +69,7 @@ struct EmptyBody {}
 
 /// Methods and paths of this release, in the order of the OpenAPI document.
 #[cfg(test)]
-pub const ROUTES: [(&str, &str); 12] = [
+pub const ROUTES: [(&str, &str); 13] = [
     ("GET", "/api/v1/guest"),
     ("PUT", "/api/v1/guest/pause"),
     ("PUT", "/api/v1/guest/resume"),
@@ -79,6 +82,7 @@ pub const ROUTES: [(&str, &str); 12] = [
     ("DELETE", "/api/v1/migration"),
     ("PUT", "/api/v1/migration/switch-over"),
     ("PUT", "/api/v1/migration/resolve"),
+    ("PUT", "/api/v1/migration/give-up"),
 ];
 
 /// The path of the OpenAPI document, which is served in every state of the guest.
@@ -115,6 +119,7 @@ impl Request {
                 let ResolveBody { word } = body(raw)?;
                 Self::Resolve { word }
             }
+            ("PUT", "/api/v1/migration/give-up") => body(raw).map(|EmptyBody {}| Self::GiveUp)?,
             _ => {
                 let text = format!(
                     "this guest's VMM is vmferry {RELEASE}, which has no request `{method} \
@@ -149,6 +154,7 @@ impl Request {
             }
             Self::Cancel => ("DELETE", "/api/v1/migration", String::new()),
             Self::SwitchOver => ("PUT", "/api/v1/migration/switch-over", String::new()),
+            Self::GiveUp => ("PUT", "/api/v1/migration/give-up", String::new()),
             Self::Resolve { word } => {
                 ("PUT", "/api/v1/migration/resolve", json!({ "word": word }).to_string())
             }

@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use schemars::generate::SchemaSettings;
 use serde_json::{Value, json};
+use vmferry::destination::FetchProgress;
 use vmferry::estimate::Estimate;
 use vmferry::source::Progress;
 use vmferry_api::SourceStats;
@@ -72,6 +73,7 @@ fn generated() -> Value {
     answers.subschema_for::<ControlError>();
     answers.subschema_for::<Estimate>();
     answers.subschema_for::<Progress>();
+    answers.subschema_for::<FetchProgress>();
     answers.subschema_for::<SourceStats>();
     let mut document = document();
     let schemas = document["components"]["schemas"].as_object_mut().unwrap();
@@ -125,7 +127,7 @@ fn operations() -> Vec<(String, String, Value)> {
 fn document_operations_are_served() {
     let (_directory, path, _server, recorder) = start_server();
     let operations = operations();
-    assert_eq!(operations.len(), 13);
+    assert_eq!(operations.len(), 14);
     for (method, target, example) in &operations {
         let body = if example.is_null() { String::new() } else { example.to_string() };
         let (status, head, _) = ask(&path, method, target, &body);
@@ -203,7 +205,24 @@ fn requests_match_their_schemas() {
 fn answers_match_their_schemas() {
     let progress = serde_json::to_value(vmferry::source::Progress::default()).unwrap();
     let estimate = serde_json::to_value(vmferry::estimate::Estimate::default()).unwrap();
-    for (name, answer) in [("Progress", progress), ("Estimate", estimate)] {
+    let fetch = FetchProgress { eta_ms: Some(1.5), ..FetchProgress::default() };
+    let fetch = serde_json::to_value(fetch).unwrap();
+    let uuid = "05050505-0505-0505-0505-050505050505";
+    let status = |fetch: &Value| {
+        json!({
+            "name": "web", "uuid": uuid, "memory_bytes": 4096, "pid": 7, "migration": null,
+            "fetch": fetch,
+        })
+    };
+    // A guest that has all its pages, and one that fetches some.
+    let (complete, fetching) = (status(&Value::Null), status(&fetch));
+    for (name, answer) in [
+        ("Progress", progress),
+        ("Estimate", estimate),
+        ("FetchProgress", fetch),
+        ("Status", complete),
+        ("Status", fetching),
+    ] {
         if let Err(error) = schema(name).validate(&answer) {
             panic!("{name}: {error}: {answer}");
         }

@@ -173,7 +173,9 @@ pub fn main() -> Result<(), VmError> {
     let watch = &mut |report: &Report| println!("A: {report:?}");
     let (left, stats) = match migrate(machine, &dialer, config, &Orders::new(), watch) {
         SourceOutcome::Given { vm, stats } => (vm.register.load(Ordering::Acquire), stats),
-        SourceOutcome::Kept { error, .. } => return Err(error.into()),
+        SourceOutcome::Kept { error, .. } | SourceOutcome::Lost { error, .. } => {
+            return Err(error.into());
+        }
     };
 
     let mut owned = match destination.join().map_err(|_| "the destination has panicked")? {

@@ -2,5 +2,6 @@
 
 pub mod destination;
 pub mod source;
+pub(crate) mod tunnel;
 
 pub use crate::cpu::CpuMeter;

@@ -7,7 +7,7 @@ use vmferry_dirty::DirtyLogError;
 use vmferry_faults::FaultError;
 use vmferry_memory::MemoryError;
 use vmferry_transport::TransportError;
-use vmferry_wire::{Algorithm, AlgorithmSet, Reason, ReasonCode};
+use vmferry_wire::{Algorithm, AlgorithmSet, Reason, ReasonCode, SessionId};
 
 use crate::config::ConfigError;
 use crate::stats::forecast::NotConverging;
@@ -104,8 +104,26 @@ pub enum MigrateError {
     #[error("this guest can't be moved with post-copy: {why}")]
     NoPostCopy {
         /// Why.
-        why: &'static str,
+        why: String,
     },
+    /// A receiver is to take over a guest that lacks no pages.
+    #[error("by its journal, no guest of session {session} lacks pages on this host")]
+    NothingLeft {
+        /// The session.
+        session: SessionId,
+    },
+    /// The guest's VMM at the source has ended while the destination lacked pages.
+    #[error(
+        "the guest at the destination has lost the pages that it had not fetched yet, and waits \
+         for them: its VMM at the source has ended"
+    )]
+    PagesLost {
+        /// What the VMM's end looks like.
+        source: VmError,
+    },
+    /// The operator has given up a guest that lacked pages.
+    #[error("the guest was given up while it lacked pages of this host, and is lost")]
+    GivenUp,
     /// The user canceled the migration.
     #[error("cancelled during {during}")]
     Cancelled {
@@ -290,11 +308,14 @@ impl MigrateError {
             Self::Undecodable { .. } | Self::NoPostCopy { .. } | Self::PausedForOldPeer => {
                 ErrorClass::Incompatible
             }
-            Self::PoweredOff => ErrorClass::GuestState,
+            Self::PoweredOff | Self::NothingLeft { .. } => ErrorClass::GuestState,
             Self::LinkLost { .. } | Self::TimedOut { .. } => ErrorClass::LinkLost,
             Self::NotConverging(_) | Self::PauseTooLong { .. } => ErrorClass::NotConverging,
             Self::Cancelled { .. } => ErrorClass::Cancelled,
-            Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ErrorClass::Corrupt,
+            Self::DigestMismatch { .. }
+            | Self::VerifyMismatch { .. }
+            | Self::PagesLost { .. }
+            | Self::GivenUp => ErrorClass::Corrupt,
             Self::Vm { source, .. } if Told::of(source).is_some_and(Told::is_incompatible) => {
                 ErrorClass::Incompatible
             }
@@ -320,11 +341,12 @@ impl MigrateError {
             Self::Undecodable { .. } | Self::NoPostCopy { .. } | Self::PausedForOldPeer => {
                 ReasonCode::Incompatible
             }
-            Self::PoweredOff => ReasonCode::PoweredOff,
+            Self::PoweredOff | Self::NothingLeft { .. } => ReasonCode::PoweredOff,
             Self::TimedOut { .. } | Self::LinkLost { .. } => ReasonCode::TimedOut,
             Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ReasonCode::DigestMismatch,
             Self::DirtyLog(_) | Self::Memory(_) | Self::Faults(_) => ReasonCode::Memory,
             Self::Vm { .. } => ReasonCode::State,
+            Self::PagesLost { .. } | Self::GivenUp => ReasonCode::PagesLost,
             Self::Journal(_) => ReasonCode::Journal,
             Self::Refused { reason, .. } | Self::EndedByPeer { reason, .. } => reason.code,
             Self::Config(_)

@@ -49,7 +49,9 @@ pub mod source {
 
 /// The host that the guest goes to.
 pub mod destination {
+    pub use crate::data::destination::fetch::handle::{FetchHandle, FetchProgress};
     pub use crate::driver::destination::absent::answer_without_receiver;
+    pub use crate::driver::destination::left::{fetch_for_left, record_fetched};
     pub use crate::driver::destination::notice::Notice;
     pub use crate::driver::destination::receive::{Owned, Received, Stop, Witness, receive};
     pub use crate::machine::destination::io::Report;

@@ -322,7 +322,7 @@ fn announcement_of_the_test_helpers_is_accepted() {
     let pki = Pki::new();
     let victim = Victim::destination(&pki, "tls:127.0.0.1:0");
     let (mut line, _) = accepted(&victim.address, &pki, "source");
-    line.write(&said(&ControlMessage::Query { session: SESSION }));
+    line.write(&said(&ControlMessage::Query { session: SESSION, offer: None }));
     assert!(matches!(line.hear(), ControlMessage::Answer { session: SESSION, .. }));
     assert!(!announcement(SESSION).is_empty());
 }

@@ -1,4 +1,4 @@
-//! One userfaultfd in MISSING mode.
+//! One userfaultfd in MISSING mode, and for huge pages in MINOR mode too.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -6,16 +6,18 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::OFlags;
 use rustix::io::{Errno, FdFlags};
-use vmferry_memory::userfaultfd::{self, UFFDIO_REGISTER_MODE_MISSING};
+use vmferry_memory::userfaultfd::{self, UFFDIO_REGISTER_MODE_MINOR, UFFDIO_REGISTER_MODE_MISSING};
 use vmferry_memory::{PAGE_SIZE, Slot};
 
 use crate::message::MESSAGE_BYTES;
 use crate::{Fault, FaultError, ioctl, open};
 
-/// Missing pages of shared memory and of hugetlbfs (Linux 4.11).
-const FEATURES: u64 = UFFD_FEATURE_MISSING_HUGETLBFS | UFFD_FEATURE_MISSING_SHMEM;
-const UFFD_FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
+/// Missing pages of shared memory (Linux 4.11).
 const UFFD_FEATURE_MISSING_SHMEM: u64 = 1 << 5;
+/// Missing pages of hugetlbfs (Linux 4.11), and those that are not mapped (Linux 5.13).
+const HUGE_PAGE_FEATURES: u64 = UFFD_FEATURE_MISSING_HUGETLBFS | UFFD_FEATURE_MINOR_HUGETLBFS;
+const UFFD_FEATURE_MISSING_HUGETLBFS: u64 = 1 << 4;
+const UFFD_FEATURE_MINOR_HUGETLBFS: u64 = 1 << 9;
 
 /// Messages that are read by one system call: 2 KiB on the stack. Each thread that faults has one,
 /// so more are rarely pending.
@@ -53,6 +55,12 @@ impl RangeIoctls {
     #[must_use]
     pub fn zero_page(self) -> bool {
         self.has(4)
+    }
+
+    /// Pages that the file has can be mapped (`UFFDIO_CONTINUE`).
+    #[must_use]
+    pub fn map(self) -> bool {
+        self.has(7)
     }
 
     fn has(self, number: u32) -> bool {
@@ -105,7 +113,8 @@ impl FaultDescriptor {
     }
 
     fn shake_hands(&self) -> Result<(), FaultError> {
-        userfaultfd::set_up(&self.userfaultfd, FEATURES)
+        let of_huge_pages = if self.has_huge_pages() { HUGE_PAGE_FEATURES } else { 0 };
+        userfaultfd::set_up(&self.userfaultfd, UFFD_FEATURE_MISSING_SHMEM | of_huge_pages)
             .map_err(|source| FaultError::SetUp { action: "make the handshake", source })
     }
 
@@ -135,6 +144,10 @@ impl FaultDescriptor {
         self.page_bytes
     }
 
+    fn has_huge_pages(&self) -> bool {
+        self.page_bytes > PAGE_SIZE as u64
+    }
+
     /// Registers a slot's pages, all or some. From then on a thread that touches one that is not
     /// populated waits until it is placed.
     ///
@@ -151,7 +164,7 @@ impl FaultDescriptor {
     }
 
     /// Registers a range of host-virtual addresses in the process that owns the memory, and returns
-    /// what it supports.
+    /// what it supports. Huge pages that the file has wait too, if the page table lacks them.
     ///
     /// # Safety
     /// If the memory is this process's, Rust may hold no reference to it: its missing pages are
@@ -164,10 +177,10 @@ impl FaultDescriptor {
     pub unsafe fn register_missing(&self, range: &Range<u64>) -> Result<RangeIoctls, FaultError> {
         self.check(range.start, range.end.saturating_sub(range.start))?;
         let (start, end) = (range.start, range.end);
+        let minor = if self.has_huge_pages() { UFFDIO_REGISTER_MODE_MINOR } else { 0 };
+        let mode = UFFDIO_REGISTER_MODE_MISSING | minor;
         // SAFETY: as the caller has promised.
-        let ioctls = unsafe {
-            userfaultfd::register(&self.userfaultfd, range, UFFDIO_REGISTER_MODE_MISSING)
-        };
+        let ioctls = unsafe { userfaultfd::register(&self.userfaultfd, range, mode) };
         let ioctls = ioctls.map_err(|source| FaultError::Register {
             start,
             end,
@@ -176,9 +189,10 @@ impl FaultDescriptor {
             source,
         })?;
         let supports = RangeIoctls(ioctls);
-        let problem = if !supports.copy() || !supports.wake() {
+        let has_all = supports.copy() && supports.wake();
+        let problem = if !has_all || self.has_huge_pages() && !supports.map() {
             FaultError::NoCopy { start, end, ioctls }
-        } else if !supports.zero_page() && self.page_bytes == PAGE_SIZE as u64 {
+        } else if !supports.zero_page() && !self.has_huge_pages() {
             // Only hugetlbfs lacks it.
             FaultError::HugePages { start, end, page_bytes: self.page_bytes }
         } else {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::io;
 use std::ops::Range;
 
-use vmferry_memory::{PageRun, SlotId};
+use vmferry_memory::{MemoryError, PageRun, SlotId};
 
 /// An error about missing pages. Addresses are host-virtual, in the process that owns the memory.
 #[derive(Debug, thiserror::Error)]
@@ -92,6 +92,24 @@ pub enum FaultError {
         end: u64,
         /// The page size that was expected.
         page_bytes: u64,
+    },
+    /// Memory on hugetlbfs could not be mapped once more.
+    #[error("the huge pages could not be mapped a second time, to write their parts")]
+    MapAgain {
+        /// The error.
+        #[source]
+        source: MemoryError,
+    },
+    /// An operation on the parts of huge pages failed.
+    #[error("{run} of memory on hugetlbfs could not be {action}")]
+    Hidden {
+        /// The pages.
+        run: PageRun,
+        /// Such as `written`.
+        action: &'static str,
+        /// The error.
+        #[source]
+        source: MemoryError,
     },
     /// Ranges of one guest that overlap.
     #[error("two ranges of missing pages overlap at {at:#x}")]

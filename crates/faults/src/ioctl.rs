@@ -23,8 +23,10 @@ const UFFDIO_WAKE: libc::c_ulong = 0x8010_aa02;
 const UFFDIO_COPY: libc::c_ulong = 0xc028_aa03;
 /// `_IOWR(UFFDIO, 0x04, struct uffdio_zeropage)`.
 const UFFDIO_ZEROPAGE: libc::c_ulong = 0xc020_aa04;
+/// `_IOWR(UFFDIO, 0x07, struct uffdio_continue)`.
+const UFFDIO_CONTINUE: libc::c_ulong = 0xc020_aa07;
 
-/// `UFFDIO_COPY_MODE_DONTWAKE` and `UFFDIO_ZEROPAGE_MODE_DONTWAKE`.
+/// `UFFDIO_COPY_MODE_DONTWAKE`, and the same for zero pages and for pages of a file.
 const DONTWAKE: u64 = 1 << 0;
 
 /// `struct uffdio_copy`.
@@ -48,6 +50,16 @@ struct UffdioZeropage {
     zeropage: i64,
 }
 const _: () = assert!(size_of::<UffdioZeropage>() == 32);
+
+/// `struct uffdio_continue`.
+#[repr(C)]
+struct UffdioContinue {
+    range: UffdioRange,
+    mode: u64,
+    /// Bytes mapped, or a negative error.
+    mapped: i64,
+}
+const _: () = assert!(size_of::<UffdioContinue>() == 32);
 
 /// Creates a userfaultfd of this process by `/dev/userfaultfd`, as the system call would.
 pub(crate) fn create(device: impl AsFd) -> io::Result<OwnedFd> {
@@ -86,6 +98,17 @@ pub(crate) fn zero_page(userfaultfd: impl AsFd, range: &Range<u64>, wake: Wake) 
     let result =
         unsafe { libc::ioctl(userfaultfd.as_fd().as_raw_fd(), UFFDIO_ZEROPAGE, &raw mut argument) };
     placed(result, argument.zeropage)
+}
+
+/// Maps pages of a range that its file has, and returns the bytes mapped, as [`copy`]. It fails
+/// with `EFAULT` if the file lacks the page.
+pub(crate) fn map(userfaultfd: impl AsFd, range: &Range<u64>, wake: Wake) -> io::Result<u64> {
+    let mut argument = UffdioContinue { range: range.into(), mode: mode(wake), mapped: 0 };
+    // SAFETY: the argument has the layout of `struct uffdio_continue`, asserted above. The request
+    // changes no content: it maps what the file has.
+    let result =
+        unsafe { libc::ioctl(userfaultfd.as_fd().as_raw_fd(), UFFDIO_CONTINUE, &raw mut argument) };
+    placed(result, argument.mapped)
 }
 
 /// Lets the threads that wait in a range continue. They fault again if the page is still missing.

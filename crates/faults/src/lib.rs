@@ -33,14 +33,16 @@
 //! # Huge pages
 //!
 //! On hugetlbfs the unit is the huge page: a fault names its first byte, and it can be placed only
-//! as a whole. Elsewhere the unit is 4 KiB, also if the kernel may use transparent huge pages: it
-//! does not fill a registered range with them.
+//! as a whole. If it arrives in parts, they are written through another mapping, and it is shown to
+//! the guest once it is complete ([`FaultRanges::show`]). Elsewhere the unit is 4 KiB, also if the
+//! kernel may use transparent huge pages: it does not fill a registered range with them.
 //!
 //! `unsafe` is confined to `ioctl` (the ioctls of this mode). Two functions are `unsafe` to call:
 //! [`FaultDescriptor::register_missing`] and [`FaultRanges::register_blocks`].
 
 mod descriptor;
 mod error;
+mod huge;
 mod ioctl;
 mod message;
 mod open;

@@ -16,7 +16,6 @@ const EVENTS: [(u8, &str); 4] = [
 
 const UFFD_PAGEFAULT_FLAG_WRITE: u64 = 1 << 0;
 const UFFD_PAGEFAULT_FLAG_WP: u64 = 1 << 1;
-const UFFD_PAGEFAULT_FLAG_MINOR: u64 = 1 << 2;
 
 /// What a thread that faults is about to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +26,7 @@ pub enum Access {
     Write,
 }
 
-/// A thread waits at a missing page.
+/// A thread waits at a missing page, or at a huge page that is not mapped before it is complete.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
     /// Host-virtual address of the page's first byte, in the process that owns the memory. On
@@ -47,7 +46,7 @@ impl Fault {
             return Err(FaultError::Event { event, name });
         }
         let (flags, address) = (word(message, 8), word(message, 16));
-        if flags & (UFFD_PAGEFAULT_FLAG_WP | UFFD_PAGEFAULT_FLAG_MINOR) != 0 {
+        if flags & UFFD_PAGEFAULT_FLAG_WP != 0 {
             return Err(FaultError::OtherMode { address, flags });
         }
         let writes = flags & UFFD_PAGEFAULT_FLAG_WRITE != 0;
@@ -75,7 +74,9 @@ mod tests {
 
     #[test]
     fn fault_of_either_access_is_decoded() {
-        for (flags, access) in [(0, Access::Read), (1, Access::Write)] {
+        // With bit 2 the file has the page, and the page table has not.
+        let flags = [(0, Access::Read), (1, Access::Write), (4, Access::Read), (5, Access::Write)];
+        for (flags, access) in flags {
             let fault = Fault::decode(&message(0x12, flags, 0x7f00_0000_3000)).unwrap();
             assert_eq!(fault, Fault { address: 0x7f00_0000_3000, access });
         }
@@ -91,7 +92,7 @@ mod tests {
 
     #[test]
     fn fault_of_another_mode_is_an_error_with_its_address() {
-        for flags in [2, 3, 4] {
+        for flags in [2, 3] {
             let error = Fault::decode(&message(0x12, flags, 0x5000)).unwrap_err().to_string();
             assert!(error.contains("0x5000"), "{error}");
         }

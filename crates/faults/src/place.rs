@@ -130,12 +130,20 @@ impl FaultDescriptor {
                     }
                     each(page, Outcome::AlreadyThere);
                 }
-                // The process is changing its mappings.
-                Some(libc::EAGAIN) => std::thread::yield_now(),
-                Some(libc::ESRCH) => return Err(FaultError::ProcessGone { at }),
-                Some(libc::ENOENT) => return Err(FaultError::NotRegistered { at }),
-                _ => return Err(FaultError::Place { at, source: error }),
+                _ => self.may_retry(at, error)?,
             }
+        }
+        Ok(())
+    }
+
+    /// Returns at once if a page could not be placed only because the process is changing its
+    /// mappings.
+    pub(crate) fn may_retry(&self, at: u64, error: io::Error) -> Result<(), FaultError> {
+        match error.raw_os_error() {
+            Some(libc::EAGAIN) => std::thread::yield_now(),
+            Some(libc::ESRCH) => return Err(FaultError::ProcessGone { at }),
+            Some(libc::ENOENT) => return Err(FaultError::NotRegistered { at }),
+            _ => return Err(FaultError::Place { at, source: error }),
         }
         Ok(())
     }

@@ -69,14 +69,17 @@ pub struct FaultRanges {
     /// By ascending address.
     ranges: Vec<FaultRange>,
     shares: usize,
-    /// Keeps this process's memory mapped.
-    _memory: Option<GuestMemory>,
+    /// The memory, if it is this process's. Keeps it mapped.
+    pub(crate) memory: Option<GuestMemory>,
+    /// Another mapping of the same files, to write parts of huge pages.
+    pub(crate) second: Option<GuestMemory>,
 }
 
 impl FaultRanges {
     /// Divides each slot of this process's memory into `shares` ranges of about the same length,
     /// fewer if it is short, and registers each with a descriptor of its own. Each range is a
-    /// mapping of its own in `/proc/PID/maps` while it is registered.
+    /// mapping of its own in `/proc/PID/maps` while it is registered. Files of huge pages are
+    /// mapped once more, to write their parts.
     ///
     /// # Errors
     /// As [`FaultDescriptor::open`] and [`FaultDescriptor::register_missing`]; then nothing is
@@ -98,9 +101,10 @@ impl FaultRanges {
                 });
             }
         }
-        let mut all = Self::of(ranges)?;
-        all._memory = Some(memory.clone());
-        Ok(all)
+        let has_huge_pages = ranges.iter().any(|range| range.descriptor.page_bytes() > PAGE);
+        let second = has_huge_pages.then(|| memory.map_again()).transpose();
+        let second = second.map_err(|source| FaultError::MapAgain { source })?;
+        Ok(Self { memory: Some(memory.clone()), second, ..Self::of(ranges)? })
     }
 
     /// Registers whole slots, in the memory of the process that has created the descriptor, as one
@@ -153,7 +157,7 @@ impl FaultRanges {
             }
         }
         let shares = ranges.iter().map(|range| range.share + 1).max().unwrap_or_default();
-        Ok(Self { ranges, shares, _memory: None })
+        Ok(Self { ranges, shares, memory: None, second: None })
     }
 
     /// All ranges, by ascending address.
@@ -188,7 +192,7 @@ impl FaultRanges {
         self.each_part(run, |range, part| {
             let from = (part.start - run.first) * PAGE;
             let piece = &pages[from as usize..][..((part.end - part.start) * PAGE) as usize];
-            let at = address(range, part.start);
+            let at = range.address(part.start);
             let each = |range: Range<u64>, outcome| placement.add(&range, outcome);
             range.descriptor.place_each(at, piece, wake, each)
         })?;
@@ -202,7 +206,7 @@ impl FaultRanges {
     pub fn place_zeros(&self, run: PageRun, wake: Wake) -> Result<Placement, FaultError> {
         let mut placement = Placement::default();
         self.each_part(run, |range, part| {
-            let at = address(range, part.start)..address(range, part.end);
+            let at = range.address(part.start)..range.address(part.end);
             let placed = range.descriptor.place_zeros(&at, wake)?;
             placement.placed_bytes += placed.placed_bytes;
             placement.present_bytes += placed.present_bytes;
@@ -217,7 +221,7 @@ impl FaultRanges {
     /// [`FaultError::NoRange`] or [`FaultError::Wake`].
     pub fn wake(&self, run: PageRun) -> Result<(), FaultError> {
         self.each_part(run, |range, part| {
-            range.descriptor.wake(&(address(range, part.start)..address(range, part.end)))
+            range.descriptor.wake(&(range.address(part.start)..range.address(part.end)))
         })
     }
 
@@ -239,7 +243,7 @@ impl FaultRanges {
     }
 
     /// Calls `act` with the parts of a run, which must be registered without a gap.
-    fn each_part(
+    pub(crate) fn each_part(
         &self,
         run: PageRun,
         mut act: impl FnMut(&FaultRange, Range<u64>) -> Result<(), FaultError>,
@@ -255,10 +259,6 @@ impl FaultRanges {
         }
         Ok(())
     }
-}
-
-fn address(range: &FaultRange, page: u64) -> u64 {
-    range.addresses.start + (page - range.first_page) * PAGE
 }
 
 /// Divides a slot into at most `shares` runs of pages.

@@ -88,6 +88,12 @@ impl DestinationState {
         matches!(self, Self::Owns | Self::Fetching | Self::FetchedWriting)
     }
 
+    /// Whether the guest may run here and lacks pages, as far as the journal says.
+    #[must_use]
+    pub fn is_fetching(self) -> bool {
+        matches!(self, Self::Fetching | Self::FetchedWriting)
+    }
+
     /// Whether the handover has ended on this side.
     #[must_use]
     pub fn is_final(self) -> bool {

@@ -31,8 +31,8 @@ const UNKNOWN_ID: i32 = -1;
 /// - `Ok` to a canceled Finish, which has removed the guest, is the error
 ///   `VIR_ERR_MIGRATE_FINISH_OK`, as in `qemuMigrationDstFinish`. A domain would make the source's
 ///   libvirt remove the only guest.
-/// - `Err` is an error with this message, in the form of a [`refusal`](crate::refusal()) without its
-///   prefix.
+/// - `Err` is an error with this message, in the form of a [`refusal`](crate::refusal()) without
+///   its prefix.
 #[must_use]
 pub fn finish_reply(call: &FinishCall, result: Result<(), &str>) -> Vec<u8> {
     let header = PacketHeader {

@@ -42,6 +42,23 @@ impl GuestMemory {
 }
 
 impl GuestMemory {
+    /// Removes pages of a file from this process's page table. The file keeps them, and the next
+    /// access maps them again. Huge pages need Linux 5.18.
+    ///
+    /// # Errors
+    /// A run that is not within its slot or no whole number of huge pages, private memory, or an
+    /// error from the system.
+    pub fn unmap_pages(&self, run: PageRun) -> Result<(), MemoryError> {
+        let slot = self.check_run(run)?;
+        let done = match slot.backing() {
+            // Its only copy would be lost.
+            Backing::Private => Err(io::ErrorKind::Unsupported.into()),
+            Backing::File { .. } => forget_mapping(slot, run.first * PAGE, run.pages * PAGE),
+        };
+        let what = "removing pages from the page table";
+        done.map_err(|source| MemoryError::Slot { what, slot: slot.id(), source })
+    }
+
     /// Frees every page of file-backed memory. The pages then read as zeros.
     ///
     /// # Errors
@@ -151,13 +168,18 @@ fn discard(slot: &Slot, run: PageRun) -> io::Result<Option<PageRun>> {
             punch(file, offset + start, bytes)?;
         }
         Backing::Private => {
-            let address = slot.host_address().wrapping_add(start as usize);
-            // SAFETY: `check_run` has verified that the run lies within the slot, which is mapped.
-            // No Rust reference to its content exists.
-            unsafe { rustix::mm::madvise(address.cast(), bytes as usize, Advice::LinuxDontNeed) }?;
+            forget_mapping(slot, start, bytes)?;
         }
     }
     Ok(Some(PageRun { slot: run.slot, first, pages: end - first }))
+}
+
+/// Private memory loses its content; a file keeps it.
+fn forget_mapping(slot: &Slot, start: u64, bytes: u64) -> io::Result<()> {
+    let address = slot.host_address().wrapping_add(start as usize);
+    // SAFETY: the callers have verified by `check_run` that the range lies within the slot, which
+    // is mapped. No Rust reference to its content exists.
+    Ok(unsafe { rustix::mm::madvise(address.cast(), bytes as usize, Advice::LinuxDontNeed) }?)
 }
 
 #[cfg(test)]

@@ -64,6 +64,12 @@ pub(crate) fn too_few(slots: &[SlotLayout], source: io::Error) -> MemoryError {
 }
 
 impl Slot {
+    /// Whether the slot is in a file on hugetlbfs.
+    #[must_use]
+    pub fn has_huge_pages(&self) -> bool {
+        self.page_bytes().is_ok_and(|bytes| bytes > PAGE_SIZE as u64)
+    }
+
     /// Page size in bytes at which the kernel maps and protects the slot: 4096, or more for a file
     /// on hugetlbfs.
     ///

@@ -13,7 +13,7 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap, Mmap
 use crate::error::MemoryError;
 use crate::huge;
 use crate::layout;
-use crate::slots::GuestMemory;
+use crate::slots::{Backing, GuestMemory};
 use crate::units::{PAGE_SIZE, SlotId, SlotLayout};
 
 /// What guest memory consists of.
@@ -148,6 +148,26 @@ impl GuestMemory {
         let memory = GuestMemoryMmap::from_regions(regions)
             .map_err(|error| MemoryError::Layout(error.to_string()))?;
         Self::from_vm_memory(&Arc::new(memory))
+    }
+}
+
+impl GuestMemory {
+    /// Maps the files of all slots a second time, at other addresses of this process. What is
+    /// written there is in the guest's memory, too.
+    ///
+    /// # Errors
+    /// Private memory, or an error from the system.
+    pub fn map_again(&self) -> Result<Self, MemoryError> {
+        let files = self.slots().iter().map(|slot| {
+            let file = match slot.backing() {
+                Backing::Private => Err(io::ErrorKind::Unsupported.into()),
+                Backing::File { file, offset } => file.try_clone().map(|file| (file, *offset)),
+            };
+            let what = "mapping the file";
+            let failed = |source| MemoryError::Slot { what, slot: slot.id(), source };
+            file.map(|(file, offset)| (slot.layout(), file, offset)).map_err(failed)
+        });
+        Self::map_files(files.collect::<Result<_, _>>()?)
     }
 }
 

@@ -12,6 +12,8 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 pub const UFFDIO_REGISTER_MODE_MISSING: u64 = 1 << 0;
 /// Pages can be write-protected.
 pub const UFFDIO_REGISTER_MODE_WP: u64 = 1 << 1;
+/// The threads of the process wait at a page that its file has, but its page table has not.
+pub const UFFDIO_REGISTER_MODE_MINOR: u64 = 1 << 2;
 
 const UFFD_API: u64 = 0xaa;
 const UFFD_USER_MODE_ONLY: libc::c_int = 1;

@@ -6,11 +6,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use vmferry::destination::FetchHandle;
 use vmferry::vmm::free_pages::FreePages;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, LogChoice, SoftwareWay};
-use vmferry_faults::FaultDescriptor;
-use vmferry_memory::{GuestBytes, GuestMemory, MemoryError, MemoryKind, PAGE_SIZE};
+use vmferry_faults::FaultRanges;
+use vmferry_memory::{GuestBytes, GuestMemory, MemoryError, MemoryKind};
 use vmferry_wire::PROTOCOL_VERSION_MAX;
 
 use crate::config::{GuestConfig, GuestKind, MachineConfig, check_name};
@@ -107,6 +108,9 @@ impl SourceVm for MigratingMachine {
     }
 }
 
+/// Takes a machine that runs, and the progress of the pages that it lacks. It returns quickly.
+pub type FetchWatcher = Box<dyn FnMut(SharedMachine, FetchHandle) + Send>;
+
 /// A machine for an incoming guest, and what is expected of that guest.
 #[derive(Default)]
 pub struct IncomingMachine {
@@ -122,6 +126,8 @@ pub struct IncomingMachine {
     pub dirty_log: LogChoice,
     /// How the log of the devices' writes is read in that migration.
     pub device_log: SoftwareWay,
+    /// Called when the guest runs and still lacks pages.
+    pub on_fetch: Option<FetchWatcher>,
     /// The machine, once a guest has been announced.
     pub machine: Option<SharedMachine>,
 }
@@ -165,10 +171,12 @@ impl DestinationVm for IncomingMachine {
     }
 
     /// Not with a balloon, which frees pages. The guest's memory is mapped in this process only.
-    fn takes_post_copy(&self) -> bool {
-        let has_balloon = |machine: &SharedMachine| machine.lock().balloon().is_some();
-        self.machine.as_ref().is_some_and(|machine| !has_balloon(machine))
-            && FaultDescriptor::open(PAGE_SIZE as u64).is_ok()
+    fn takes_post_copy(&self) -> Result<(), VmError> {
+        let machine = self.machine.as_ref().ok_or("no guest was announced")?;
+        if machine.lock().balloon().is_some() {
+            return Err("it has a balloon, which frees pages while others are missing".into());
+        }
+        Ok(FaultRanges::check(machine.lock().memory())?)
     }
 
     fn load(&mut self, state: &[u8]) -> Result<(), VmError> {
@@ -187,6 +195,12 @@ impl DestinationVm for IncomingMachine {
     fn run(&mut self) -> Result<(), VmError> {
         let machine = self.machine.as_ref().ok_or("no guest was announced")?;
         Ok(machine.lock().resume()?)
+    }
+
+    fn fetch_begins(&mut self, fetch: FetchHandle) {
+        if let (Some(watch), Some(machine)) = (&mut self.on_fetch, &self.machine) {
+            watch(Arc::clone(machine), fetch);
+        }
     }
 }
 

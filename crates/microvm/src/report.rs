@@ -155,6 +155,9 @@ pub struct VcpuProgress {
 }
 
 impl Report {
+    /// The guest-physical addresses of the report.
+    pub const ADDRESSES: std::ops::Range<u64> = REPORT_ADDRESS..balloon::END;
+
     /// Reads the report. The guest may be running: each number is read atomically, and all are
     /// read at about the same time.
     ///

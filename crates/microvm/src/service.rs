@@ -15,6 +15,7 @@ use parking_lot::{Mutex, MutexGuard};
 use serde::Serialize;
 use serde_json::{Value, json};
 use vmferry::SourceConfig;
+use vmferry::destination::FetchHandle;
 use vmferry::estimate::{self, Estimate};
 use vmferry::source::{Orders, Progress, SourceOutcome, migrate};
 use vmferry_control::{
@@ -27,11 +28,14 @@ use vmferry_transport::Dialer;
 use crate::embed::MigratingMachine;
 use crate::error::MachineError;
 use crate::machine::SharedMachine;
+use crate::report::Report;
 
 pub use self::status::{Status, peak_rss_bytes};
 
+use self::busy::{Busy, still_missing};
 use self::request::{bad_request, dialer, machine_error, recorder};
 
+mod busy;
 mod request;
 mod status;
 
@@ -54,31 +58,6 @@ pub enum End {
     Migrated,
 }
 
-/// The current user of the guest's dirty log, of which there is only one.
-#[derive(Default)]
-enum Busy {
-    #[default]
-    Idle,
-    Migrating(Orders),
-    Estimating,
-}
-
-impl Busy {
-    fn refuse(&self) -> Result<(), ControlError> {
-        let text = match self {
-            Self::Idle => return Ok(()),
-            Self::Migrating(_) => {
-                "a migration of this guest is under way: \
-                 `vmferry status` shows it, `vmferry cancel` ends it"
-            }
-            Self::Estimating => {
-                "this guest is watched by `vmferry estimate`: wait until that has ended"
-            }
-        };
-        Err(ControlError::new(ErrorCode::Busy, text))
-    }
-}
-
 /// The control service of one guest.
 pub struct GuestService {
     machine: SharedMachine,
@@ -92,6 +71,14 @@ impl GuestService {
     #[must_use]
     pub fn new(machine: SharedMachine, journal_directory: PathBuf, ended: Sender<End>) -> Self {
         Self { machine, journal_directory, busy: Mutex::default(), ended }
+    }
+
+    /// The same for a guest that runs here and lacks pages. Until it has all, its pages are not
+    /// touched, and it can't be paused, ended or moved.
+    #[must_use]
+    pub fn fetching(self, fetch: FetchHandle) -> Self {
+        *self.busy.lock() = Busy::Fetching(fetch);
+        self
     }
 
     /// Cancels the migration under way, if it can still be canceled.
@@ -114,8 +101,15 @@ impl GuestService {
     pub fn status(&self) -> Result<Status, MachineError> {
         let migration = self.progress();
         let watched = matches!(*self.busy.lock(), Busy::Estimating);
+        let fetching = match &*self.busy.lock() {
+            Busy::Fetching(fetch) => Some(fetch.clone()),
+            _ => None,
+        };
         let machine = self.machine.lock();
         let config = machine.config();
+        // A thread that reads a missing page waits for it, and the link may be down.
+        let has_report =
+            fetching.as_ref().is_none_or(|it| it.has(machine.memory(), Report::ADDRESSES));
         Ok(Status {
             name: config.identity.name.clone(),
             uuid: config.identity.uuid,
@@ -130,8 +124,9 @@ impl GuestService {
             pid: std::process::id(),
             peak_rss_bytes: peak_rss_bytes(),
             crash: machine.crash(),
-            report: machine.report()?,
+            report: has_report.then(|| machine.report()).transpose()?,
             migration,
+            fetch: fetching.and_then(|fetch| fetch.progress()),
             watched,
             balloon: machine.balloon().map(|balloon| balloon.status()),
         })
@@ -141,7 +136,7 @@ impl GuestService {
     fn orders(&self) -> Option<Orders> {
         match &*self.busy.lock() {
             Busy::Migrating(orders) => Some(orders.clone()),
-            Busy::Idle | Busy::Estimating => None,
+            Busy::Idle | Busy::Fetching(_) | Busy::Estimating => None,
         }
     }
 
@@ -168,12 +163,17 @@ impl GuestService {
         for message in received.try_iter() {
             let _ = replies.event(&json!({ "event": "recording", "message": message }));
         }
-        if !matches!(result, Ok(SourceOutcome::Given { .. })) {
+        if !matches!(result, Ok(SourceOutcome::Given { .. } | SourceOutcome::Lost { .. })) {
             // After a successful migration this stays set, so that no second migration begins.
             *self.busy.lock() = Busy::Idle;
         }
         match result? {
             SourceOutcome::Given { stats, .. } => Ok(self.end_after(json!(stats), End::Migrated)),
+            SourceOutcome::Lost { error, .. } => {
+                // Fails if the process is ending already.
+                let _ = self.ended.send(End::Migrated);
+                Err(ControlError::from(&error))
+            }
             SourceOutcome::Kept { error, .. } => Err(ControlError::from(&error)),
         }
     }
@@ -303,6 +303,14 @@ impl GuestService {
         }
     }
 
+    fn give_up(&self) -> Result<Answer, ControlError> {
+        if self.orders().is_some_and(|orders| orders.give_up()) {
+            return Ok(json!({ "given_up": true }).into());
+        }
+        let text = "no other host needs pages of this guest, so there is nothing to give up";
+        Err(ControlError::new(ErrorCode::WrongState, text))
+    }
+
     /// Pauses or resumes the guest. During a migration only the engine may do that.
     fn unless_migrating(
         &self,
@@ -316,6 +324,16 @@ impl GuestService {
     }
 
     fn quit(&self) -> Result<Answer, ControlError> {
+        if let Busy::Fetching(fetch) = &*self.busy.lock()
+            && let Some(progress) = fetch.progress()
+        {
+            let text = format!(
+                "{}. If that host is lost for good, so is the guest: end process {} then",
+                still_missing(&progress),
+                std::process::id()
+            );
+            return Err(ControlError::new(ErrorCode::Busy, text));
+        }
         if let Some(orders) = self.orders() {
             if orders.progress().in_doubt {
                 let text = "this guest is in doubt: `vmferry resolve` decides first";
@@ -351,6 +369,7 @@ impl Handler for GuestService {
             Request::Balloon => self.balloon(None),
             Request::SetBalloon { target_bytes } => self.balloon(Some(target_bytes)),
             Request::Resolve { word } => self.resolve(word),
+            Request::GiveUp => self.give_up(),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The threads that compress pieces of all streams.
 //!
-//! A stream's reader divides its pieces in order. Pieces that are to be compressed are encoded here,
-//! several at a time, and leave in order, because each has its number in the stream already.
+//! A stream's reader divides its pieces in order. Pieces that are to be compressed are encoded
+//! here, several at a time, and leave in order, because each has its number in the stream already.
 
 use std::sync::Arc;
 

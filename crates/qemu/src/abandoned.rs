@@ -4,8 +4,10 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::json;
+use vmferry::vmm::left::AbandonedVm;
 use vmferry::{Resume, VmError};
 use vmferry_handover::journal::{self, LaterSession, SessionSummary};
+use vmferry_memory::GuestMemory;
 use vmferry_wire::{GuestIdentity, SessionId};
 
 use crate::direct_view::DirectView;
@@ -17,7 +19,8 @@ use crate::inject;
 use crate::lock::Lock;
 use crate::memory_file::{Leaving, Release};
 use crate::qmp::Qmp;
-use crate::settings::Settings;
+use crate::ram::Ram;
+use crate::settings::{self, Settings};
 use crate::throttle::Throttle;
 use crate::writers;
 
@@ -99,13 +102,23 @@ impl AbandonedQemu {
         Ok(status["running"] == true)
     }
 
+    /// Whether it uses its own post-copy, which has to be connected to the destination's QEMU
+    /// again, since the process that carried it has died.
+    ///
+    /// # Errors
+    /// QMP errors.
+    pub fn is_in_post_copy(&self) -> Result<bool, QemuError> {
+        let migration = Qmp::connect(&self.socket)?.execute("query-migrate", json!({}))?;
+        Ok(migration["status"].as_str().is_some_and(|status| status.starts_with("postcopy-")))
+    }
+
     /// Quits the QEMU.
     ///
     /// # Errors
     /// QMP errors.
     pub fn quit(&self) -> Result<(), QemuError> {
         let (mut qmp, _lock) = self.connect()?;
-        qmp.execute("quit", json!({}))?;
+        qmp.quit()?;
         Ok(())
     }
 
@@ -208,6 +221,16 @@ fn leave_nothing(pid: Option<u32>, lock: Option<&Lock>) {
     let (Some(pid), Some(_)) = (pid, lock) else { return };
     let _ = Throttle::lift(pid);
     let _ = inject::close_leftovers(pid);
+}
+
+impl AbandonedVm for AbandonedQemu {
+    fn memory(&mut self) -> Result<Option<GuestMemory>, VmError> {
+        let (mut qmp, _lock) = self.connect()?;
+        if settings::may_use_post_copy(&mut qmp).map_err(QemuError::from)? {
+            return Ok(None);
+        }
+        Ok(Some(Ram::find(&mut qmp, &mut DirectView)?.memory))
+    }
 }
 
 impl Resume for AbandonedQemu {

@@ -5,6 +5,7 @@
 //! belongs to. The next process of that receiver finds the note. Only the journal decides what is
 //! done with the guest: the note promises nothing.
 
+mod left;
 mod note;
 
 use std::fs::OpenOptions;
@@ -15,13 +16,17 @@ use serde_json::json;
 use vmferry_handover::journal::{self, LaterSession};
 use vmferry_wire::{GuestIdentity, SessionId};
 
-use self::note::{LIST, Line, SESSIONS, SUFFIX, WRITE, failed, note_path, read_lines, whereabouts};
+pub use self::left::LeftQemu;
+use self::note::{
+    LIST, Line, SESSIONS, SUFFIX, WRITE, failed, memory, note_path, read_lines, whereabouts,
+};
 pub(crate) use self::note::{Note, Whereabouts};
 use crate::error::QemuError;
 use crate::guest;
 use crate::identity::ProcessIdentity;
 use crate::process::{END_TIMEOUT, has_ended_within, pidfd};
 use crate::qmp::Qmp;
+use crate::ram::Ranges;
 
 /// A guest whose QEMU is running, and whose receiver has ended.
 #[derive(Debug)]
@@ -32,6 +37,8 @@ pub struct Arrived {
     monitor: PathBuf,
     stays_paused: bool,
     was_run: bool,
+    /// Where its memory is, if it may lack pages.
+    memory: Ranges,
     path: PathBuf,
 }
 
@@ -54,19 +61,13 @@ impl Arrived {
     /// # Errors
     /// If a file can't be read.
     pub fn find(journals: &Path, receiver: &str) -> Result<Vec<Self>, QemuError> {
-        let entries = match std::fs::read_dir(journals) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            other => other.map_err(failed(LIST))?,
-        };
         let mut found = Vec::new();
-        for entry in entries {
-            let path = entry.map_err(failed(LIST))?.path();
-            let Some(one) = Self::read(&path)? else { continue };
-            if one.receiver != receiver || !one.process.can_be_seen() {
+        for one in Self::all(journals)? {
+            if one.receiver != receiver {
                 continue;
             }
             if !one.process.lives() {
-                let _ = std::fs::remove_file(&path);
+                let _ = std::fs::remove_file(&one.path);
             } else {
                 let order = journal::order_of(journals, one.session)
                     .map_err(|error| failed(SESSIONS)(io::Error::other(error)))?;
@@ -75,6 +76,32 @@ impl Arrived {
         }
         found.sort_by_key(|(order, _)| *order);
         Ok(found.into_iter().map(|(_, one)| one).collect())
+    }
+
+    /// The guests in the running QEMU with this QMP socket, by their notes. This needs no answer of
+    /// QEMU.
+    ///
+    /// # Errors
+    /// As [`find`](Self::find).
+    pub fn at(journals: &Path, monitor: &Path) -> Result<Vec<Self>, QemuError> {
+        let monitor = std::path::absolute(monitor).map_err(failed(LIST))?;
+        let mut all = Self::all(journals)?;
+        all.retain(|one| one.monitor == monitor && one.process.lives());
+        Ok(all)
+    }
+
+    /// All guests whose processes can be seen.
+    fn all(journals: &Path) -> Result<Vec<Self>, QemuError> {
+        let entries = match std::fs::read_dir(journals) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            other => other.map_err(failed(LIST))?,
+        };
+        let mut found = Vec::new();
+        for entry in entries {
+            let path = entry.map_err(failed(LIST))?.path();
+            found.extend(Self::read(&path)?.filter(|one| one.process.can_be_seen()));
+        }
+        Ok(found)
     }
 
     /// Reads a file, if it is a note that names the guest's process.
@@ -95,6 +122,7 @@ impl Arrived {
             monitor,
             stays_paused: lines.contains(&Line::StaysPaused),
             was_run: lines.contains(&Line::Run),
+            memory: memory(&lines),
             path: path.to_owned(),
         }))
     }
@@ -134,6 +162,25 @@ impl Arrived {
     #[must_use]
     pub fn monitor(&self) -> &Path {
         &self.monitor
+    }
+
+    /// Whether QEMU fetches the missing pages of this guest, which lacks some by the session's
+    /// journal, itself: it was carried.
+    #[must_use]
+    pub fn fetches_by_itself(&self) -> bool {
+        self.memory.is_empty()
+    }
+
+    /// Checks that a QEMU that fetches by itself has every page.
+    ///
+    /// # Errors
+    /// [`QemuError::PostCopyPaused`], and as [`end`](Self::end).
+    pub fn must_have_all_pages(&self) -> Result<(), QemuError> {
+        let migration = self.connect()?.execute("query-migrate", json!({}))?;
+        match migration["status"].as_str().unwrap_or_default() {
+            "completed" => Ok(()),
+            status => Err(QemuError::PostCopyPaused { pid: self.pid(), status: status.into() }),
+        }
     }
 
     /// Completes the arrival of a guest that belongs to this host by the session's journal:
@@ -189,7 +236,7 @@ impl Arrived {
         let pid = self.pid();
         let mut qmp = self.connect()?;
         let process = pidfd(pid);
-        qmp.execute("quit", json!({}))?;
+        qmp.quit()?;
         let action = "wait for the end";
         match process.and_then(|process| has_ended_within(&process, END_TIMEOUT)) {
             Ok(true) => {}

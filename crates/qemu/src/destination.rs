@@ -2,40 +2,37 @@
 
 mod faults;
 mod memory;
-#[cfg(test)]
-mod tests;
+mod prepare;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::Deserialize;
-use serde::de::DeserializeOwned;
 use serde_json::json;
 use uuid::Uuid;
+use vmferry::vmm::streamed::{LateEnd, LateStreams};
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
 use vmferry_faults::FaultRanges;
-use vmferry_memory::GuestMemory;
+use vmferry_memory::{GuestMemory, Slot};
 use vmferry_wire::{GuestIdentity, SessionId};
 
 use self::faults::Faults;
-use self::memory::{compare, empty, find_memory, not_ours};
+use self::memory::{empty, find_memory};
 use crate::arrived::{Note, Whereabouts};
 use crate::carried::{self, Arrival, Description, Place};
 use crate::direct_view::DirectView;
 use crate::error::QemuError;
+use crate::fault_access::FaultAccess;
 use crate::guest;
 use crate::identity::ProcessIdentity;
 use crate::lock::Lock;
-use crate::machine::{self, Machine};
 use crate::memory_file::{Examiner, MemoryFiles};
-use crate::proc_stat::host;
 use crate::qmp::Qmp;
-use crate::ram::{Block, Carrier, Ram};
+use crate::ram::Ram;
 use crate::settings::Settings;
 use crate::source::VMM;
 use crate::state;
-use crate::vcpu::{self, Vcpu};
+use crate::vcpu::Vcpu;
 use crate::view::{Looker, View};
 
 /// How long QEMU may take to answer. It must be less than the 30 s for which the source waits for
@@ -71,8 +68,11 @@ pub struct QemuDestination {
     _lock: Option<Lock>,
     /// The guest was paused at the source, and stays paused.
     stays_paused: bool,
-    /// Reports missing pages, with post-copy.
-    faults: Option<Faults>,
+    /// Makes QEMU report missing pages.
+    fault_access: Arc<dyn FaultAccess>,
+    /// Reports missing pages, with post-copy, or the reason why nothing does. `None` for a guest
+    /// that is not attached.
+    faults: Option<Result<Faults, QemuError>>,
 }
 
 /// The guest that is accepted; any guest by default.
@@ -96,15 +96,6 @@ impl Expected {
             _ => Ok(()),
         }
     }
-}
-
-/// The source's description of itself.
-#[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Offered {
-    host: String,
-    machine: Machine,
-    blocks: Vec<Block>,
 }
 
 impl QemuDestination {
@@ -153,6 +144,7 @@ impl QemuDestination {
         // offered.
         let place = place.or_else(|| Place::new(&qmp).ok().map(Arc::new));
         let looker = view.looker();
+        let fault_access = view.fault_access();
         let process = view.process(&qmp).map(|pid| view.identify(pid)).transpose()?;
         Ok(Self {
             qmp,
@@ -171,20 +163,9 @@ impl QemuDestination {
             note: None,
             _lock: lock,
             stays_paused: false,
+            fault_access,
             faults: None,
         })
-    }
-
-    /// Lets attached guests run here before all their pages have arrived. QEMU creates a
-    /// userfaultfd for that.
-    ///
-    /// # Errors
-    /// Its process is not visible or may not be traced, or it may not handle the faults of KVM.
-    pub fn allow_post_copy(&mut self) -> Result<(), QemuError> {
-        let socket = || QemuError::Unseen { path: self.qmp.path().to_owned() };
-        let pid = self.pid().ok_or_else(socket)?;
-        self.faults = Some(Faults::create(pid)?);
-        Ok(())
     }
 
     /// Names the receiver that this QEMU belongs to: its next process [finds](crate::Arrived::find)
@@ -232,82 +213,35 @@ impl QemuDestination {
         }
     }
 
+    /// Replaces the access to QEMU's missing pages, for the same reason.
+    pub fn receive_faults_by(&mut self, access: Arc<dyn FaultAccess>) {
+        self.fault_access = access;
+    }
+
     /// Quits the QEMU.
     ///
     /// # Errors
     /// QMP errors.
     pub fn quit(&mut self) -> Result<(), QemuError> {
-        self.qmp.execute("quit", json!({}))?;
+        self.qmp.quit()?;
         Ok(())
     }
 
-    /// Checks that this QEMU's vCPUs have the features that the guest uses. Where both sides list
-    /// their features, these decide, and the CPU model in `offered` is ignored.
-    fn compare_vcpus(&self, config: &[u8], offered: &mut Machine) -> Result<(), PrepareError> {
-        let theirs: Option<Vcpu> = vmferry::vmm::newer::optional(config, vcpu::MEMBER);
-        let (Some(theirs), Some(ours)) = (theirs, &self.vcpu) else { return Ok(()) };
-        let model = offered.cpu.take().unwrap_or_default();
-        match theirs.misses(ours, &model) {
-            Some(difference) => Err(PrepareError::Incompatible(difference)),
-            None => Ok(()),
+    fn close_faults(&mut self) {
+        if let Some(Ok(faults)) = self.faults.take() {
+            faults.close();
         }
     }
 
-    /// Prepares this QEMU's memory to receive an attached guest.
-    fn prepare_memory(&mut self, config: &[u8]) -> Result<Landing, PrepareError> {
-        let ram = match &self.ram {
-            Ok(ram) => ram,
-            Err(error) => {
-                let why = vmferry::chain(error);
-                let text =
-                    format!("it can't be filled from outside, as the source needs it: {why}");
-                return Err(PrepareError::Incompatible(text));
-            }
-        };
-        let mut offered: Offered = parse(config)?;
-        self.compare_vcpus(config, &mut offered.machine)?;
-        if let Some(difference) = machine::difference(&offered.machine, &self.description.machine) {
-            return Err(PrepareError::Incompatible(difference));
+    /// Has QEMU create what reports its missing pages.
+    fn create_faults(&mut self) -> Result<Faults, QemuError> {
+        let unseen = || QemuError::Unseen { path: self.qmp.path().to_owned() };
+        let pid = self.known_process().ok_or_else(unseen)?;
+        if self.ram.as_ref().is_ok_and(|ram| ram.memory.slots().iter().any(Slot::has_huge_pages)) {
+            return Err(QemuError::HugePages);
         }
-        compare(&offered.blocks, &ram.blocks)?;
-        if offered.host == host() {
-            let ours = || ram.carried().map(|block| block.file);
-            let theirs = offered.blocks.iter().filter(|block| block.carrier == Carrier::Vmferry);
-            for block in theirs {
-                if ours().any(|file| file == block.file) {
-                    let path = PathBuf::from(&block.name);
-                    return Err(PrepareError::Vm(QemuError::SameFile { path }.into()));
-                }
-            }
-        }
-        empty(ram, self.files.as_ref()).map_err(not_ours)?;
-        // Done here, before the guest is paused.
-        Settings::for_loading(&mut self.qmp)
-            .map_err(|error| PrepareError::Vm(QemuError::from(error).into()))?;
-        Ok(Landing::Memory(ram.memory.clone()))
+        Faults::create(&mut self.qmp, pid, &self.fault_access)
     }
-
-    /// Lets this QEMU receive the streams of a carried guest.
-    fn prepare_streams(&mut self, config: &[u8]) -> Result<Landing, PrepareError> {
-        let mut offered: Description = parse(config)?;
-        self.compare_vcpus(config, &mut offered.machine)?;
-        self.description.check(&offered)?;
-        if let Some(files) = &self.files {
-            files.nobody_else_is_seen().map_err(not_ours)?;
-        }
-        self.used = true;
-        let place = self.place.as_deref();
-        let begun =
-            Arrival::begin(&mut self.qmp, &self.settings, offered.multifd, place, &self.looker);
-        let (arrival, streams) = begun.map_err(|error| PrepareError::Vm(error.into()))?;
-        self.arrival = Some(arrival);
-        Ok(Landing::Streams(streams))
-    }
-}
-
-fn parse<T: DeserializeOwned>(config: &[u8]) -> Result<T, PrepareError> {
-    vmferry::vmm::newer::read(config)
-        .map_err(|error| PrepareError::Incompatible(format!("its description: {error}")))
 }
 
 impl DestinationVm for QemuDestination {
@@ -343,6 +277,13 @@ impl DestinationVm for QemuDestination {
         Ok(())
     }
 
+    fn fetch_ends(&mut self) {
+        self.close_faults();
+        if self.arrival.is_some() {
+            let _ = self.settings.restore(&mut self.qmp);
+        }
+    }
+
     fn stay_paused(&mut self) -> Result<(), VmError> {
         self.stays_paused = true;
         if let Some(note) = &mut self.note {
@@ -351,13 +292,34 @@ impl DestinationVm for QemuDestination {
         Ok(())
     }
 
-    fn takes_post_copy(&self) -> bool {
-        self.faults.is_some() && self.arrival.is_none()
+    fn takes_post_copy(&self) -> Result<(), VmError> {
+        match &self.faults {
+            Some(Ok(_)) => Ok(()),
+            Some(Err(error)) => Err(vmferry::chain(error).into()),
+            None => match &self.arrival {
+                Some(arrival) => Ok(arrival.takes_post_copy()?),
+                None => Err("no guest is announced".into()),
+            },
+        }
+    }
+
+    fn late_streams(&mut self) -> Result<LateStreams, VmError> {
+        let arrival = self.arrival.as_mut().ok_or("this QEMU takes no stream")?;
+        Ok(arrival.late_streams()?)
+    }
+
+    fn late_end(&mut self) -> Result<LateEnd, VmError> {
+        Ok(Arrival::late_end(&mut self.qmp)?)
     }
 
     fn register_faults(&mut self, _memory: &GuestMemory) -> Result<FaultRanges, VmError> {
         let ram = self.ram.as_ref().map_err(|error| vmferry::chain(error))?;
-        let faults = self.faults.as_ref().ok_or("no post-copy was allowed")?;
+        let faults = self.faults.as_ref().and_then(|faults| faults.as_ref().ok());
+        let faults = faults.ok_or("QEMU reports no missing pages")?;
+        // For a receiver that takes over, before any page is waited for.
+        if let Some(note) = &mut self.note {
+            note.lacks(&ram.ranges)?;
+        }
         Ok(faults.register(&ram.ranges)?)
     }
 
@@ -382,6 +344,7 @@ impl DestinationVm for QemuDestination {
             note.remove();
         }
         self.stays_paused = false;
+        self.close_faults();
         // A QEMU that has loaded a state can't load another. One that has not can be filled again,
         // if its memory still is its own.
         let emptied = match &self.ram {
@@ -405,13 +368,19 @@ impl DestinationVm for QemuDestination {
         if !self.stays_paused {
             self.qmp.run_arrived()?;
         }
+        if let Some(arrival) = &mut self.arrival {
+            arrival.runs();
+        }
         // The guest is here. Failures of notes and settings are ignored.
         if let Some(note) = &mut self.note
             && !self.stays_paused
         {
             let _ = note.run();
         }
-        let _ = self.settings.restore(&mut self.qmp);
+        // QEMU needs those of its own post-copy until that has ended, to survive a lost stream.
+        if !self.arrival.as_ref().is_some_and(Arrival::is_late) {
+            let _ = self.settings.restore(&mut self.qmp);
+        }
         Ok(())
     }
 }

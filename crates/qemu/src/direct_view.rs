@@ -4,6 +4,7 @@ use std::fs::File;
 use std::sync::Arc;
 
 use crate::error::QemuError;
+use crate::fault_access::{DirectFaults, FaultAccess};
 use crate::identity::ProcessIdentity;
 use crate::memory_file::{self, Examiner};
 use crate::proc_stat;
@@ -37,5 +38,9 @@ impl View for DirectView {
 
     fn examiner(&self) -> Examiner {
         Arc::new(|pid, mapping| memory_file::examine(pid, mapping, &[std::process::id()]))
+    }
+
+    fn fault_access(&self) -> Arc<dyn FaultAccess> {
+        Arc::new(DirectFaults::default())
     }
 }

@@ -153,6 +153,54 @@ pub enum QemuError {
         /// Why.
         why: String,
     },
+    /// Nothing could report the missing pages of a guest.
+    #[error(
+        "{why}. It needs no such right if vmferry's user can read /dev/userfaultfd, but vmferry \
+         {device}"
+    )]
+    NoFaults {
+        /// Why QEMU could create no userfaultfd.
+        why: String,
+        /// Why vmferry could not open the device.
+        device: String,
+    },
+    /// A guest has devices that free pages.
+    #[error("it has a balloon or virtio-mem, which free pages while others are missing")]
+    FreesPages,
+    /// A guest's memory is on hugetlbfs.
+    #[error("its memory is on hugetlbfs, where QEMU's threads can't wait for parts of a huge page")]
+    HugePages,
+    /// A guest lacks pages, and nothing reports when it touches one.
+    #[error(
+        "QEMU's process {pid} no longer reports missing pages: what the guest lacked reads as \
+         zeros there, and the guest is damaged. End this QEMU, and start the guest again from its disks"
+    )]
+    NotReported {
+        /// The process.
+        pid: u32,
+    },
+    /// A carried guest lacks pages, and its receiver has ended.
+    #[error(
+        "the guest in QEMU's process {pid} lacks pages, and QEMU's own post-copy is \
+         `{status}`, because the vmferry process that carried it has ended. Connect both QEMUs: \
+         `migrate-recover` with an address at this one, `migrate` with that address and \
+         `\"resume\": true` at the source's. Start the receiver again when it is `completed`"
+    )]
+    PostCopyPaused {
+        /// The process.
+        pid: u32,
+        /// The state of QEMU's migration.
+        status: String,
+    },
+    /// A guest lacks pages that are at another host.
+    #[error(
+        "the guest in QEMU's process {pid} lacks pages that have not arrived yet: let its receiver \
+         fetch them first"
+    )]
+    LacksPages {
+        /// The process.
+        pid: u32,
+    },
     /// The two QEMUs have the same file.
     #[error(
         "source and destination have the same memory file {path}: give the destination a file of \
@@ -313,6 +361,12 @@ impl QemuError {
             | Self::State { .. }
             | Self::PoweredOff(_)
             | Self::Stopped { .. }
+            | Self::NoFaults { .. }
+            | Self::FreesPages
+            | Self::HugePages
+            | Self::NotReported { .. }
+            | Self::LacksPages { .. }
+            | Self::PostCopyPaused { .. }
             | Self::NotEnded { .. }
             | Self::Locked { .. }
             | Self::Another { .. }

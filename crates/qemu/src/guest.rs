@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use serde_json::json;
 use vmferry_wire::GuestIdentity;
 
+use crate::carried;
 use crate::error::QemuError;
 use crate::qmp::{Qmp, QmpError, Version};
 
@@ -100,7 +101,7 @@ pub fn loses_writes(qmp: &mut Qmp) -> Result<bool, QmpError> {
 ///
 /// A migration that was `told_to_finish` ends by itself, and so does any that is sending the last
 /// pages. It is never cancelled then: QEMU 7.2 would let the guest write to disks that it has given
-/// up, and abort.
+/// up, and abort. A post-copy whose streams have ended is completed, as if it had succeeded.
 pub fn end_migration(qmp: &mut Qmp, told_to_finish: bool) -> Result<(), QemuError> {
     let begun = Instant::now();
     let mut asked = false;
@@ -110,8 +111,14 @@ pub fn end_migration(qmp: &mut Qmp, told_to_finish: bool) -> Result<(), QemuErro
         if !is_under_way(status) {
             return Ok(());
         }
+        if status == "postcopy-paused" && begun.elapsed() < CANCEL_TIMEOUT {
+            carried::complete_paused(qmp)?;
+            continue;
+        }
         let ends_by_itself = match status {
             "device" | "cancelling" => true,
+            // The latter for a moment, until QEMU has noticed that its streams have ended.
+            status if status.starts_with("postcopy-") => true,
             // If QEMU does not obey at once, the command was lost.
             "pre-switchover" => told_to_finish && begun.elapsed() < FOLLOW_TIMEOUT,
             _ => false,
@@ -130,5 +137,5 @@ fn is_under_way(status: &str) -> bool {
     matches!(
         status,
         "setup" | "active" | "device" | "pre-switchover" | "cancelling" | "wait-unplug"
-    )
+    ) || status.starts_with("postcopy-")
 }

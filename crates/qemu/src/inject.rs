@@ -1,4 +1,5 @@
-//! Executes single system calls in a thread of another process: `userfaultfd`, and finally `close`.
+//! Executes single system calls in a thread of another process: `userfaultfd`, or `ioctl` of
+//! `/dev/userfaultfd`, and finally `close`.
 //!
 //! A userfaultfd belongs to the address space of the process that creates it, so QEMU must create
 //! it itself. One of its threads that waits in a system call is seized and interrupted
@@ -28,6 +29,7 @@ use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags};
 use vmferry_memory::userfaultfd::{self, FaultOrigin};
 
 use crate::error::QemuError;
+use crate::fault_access;
 use crate::process;
 use crate::qmp::processes;
 
@@ -66,14 +68,25 @@ pub struct Injected {
     number: i32,
     /// This process's own descriptor for it.
     pub descriptor: OwnedFd,
+    /// Whether the other process keeps it on drop.
+    stays: bool,
+}
+
+impl Injected {
+    /// Closes this process's own descriptor only.
+    pub fn leave(mut self) {
+        self.stays = true;
+    }
 }
 
 impl Drop for Injected {
     fn drop(&mut self) {
         // QEMU may have closed it, and have another file under its number now. A process that has
         // died has closed it too. In any other case a descriptor leaks, no more.
-        if is_same(self.pid, self.number, std::process::id(), self.descriptor.as_raw_fd()) {
-            let _ = system_call(self.pid, libc::SYS_close, self.number as u64);
+        if !self.stays
+            && is_same(self.pid, self.number, std::process::id(), self.descriptor.as_raw_fd())
+        {
+            let _ = system_call(self.pid, libc::SYS_close, [self.number as u64, 0, 0]);
         }
     }
 }
@@ -85,12 +98,34 @@ impl Drop for Injected {
 /// there.
 pub fn userfaultfd(pid: u32, faults: FaultOrigin) -> Result<Injected, QemuError> {
     let flags = userfaultfd::flags(faults);
-    let number = system_call(pid, libc::SYS_userfaultfd, flags as u64)? as i32;
+    let number = system_call(pid, libc::SYS_userfaultfd, [flags as u64, 0, 0])?;
+    injected(pid, number as i32)
+}
+
+/// Creates a userfaultfd for the kernel's faults too, by the device if process `pid` has it open,
+/// and fetches it.
+///
+/// # Errors
+/// As [`userfaultfd`].
+pub fn kernel_userfaultfd(pid: u32) -> Result<Injected, QemuError> {
+    /// `_IO(0xAA, 0x00)`, on `/dev/userfaultfd`.
+    const USERFAULTFD_IOC_NEW: u64 = 0xaa00;
+    let Some(device) = process::descriptors(pid, fault_access::DEVICE)?.pop() else {
+        return userfaultfd(pid, FaultOrigin::UserAndKernel);
+    };
+    let flags = userfaultfd::flags(FaultOrigin::UserAndKernel);
+    let arguments = [device as u64, USERFAULTFD_IOC_NEW, flags as u64];
+    let number = system_call(pid, libc::SYS_ioctl, arguments)?;
+    injected(pid, number as i32)
+}
+
+/// Fetches a descriptor that process `pid` has just created.
+fn injected(pid: u32, number: i32) -> Result<Injected, QemuError> {
     let descriptor = fetch(pid, number).map_err(|error| QemuError::Inject {
         pid,
         why: format!("its descriptor {number} can't be had: {error}"),
     })?;
-    Ok(Injected { pid, number, descriptor })
+    Ok(Injected { pid, number, descriptor, stays: false })
 }
 
 /// The link text of a userfaultfd.
@@ -101,15 +136,30 @@ const USERFAULTFD: &str = "anon_inode:[userfaultfd]";
 /// process [locked](crate::lock::Lock).
 ///
 /// # Errors
-/// As [`userfaultfd`]; or that another process uses one of them. That one is left alone.
+/// As [`userfaultfd`]; that another process uses one of them; or that the guest lacks pages, which
+/// one of them reports. They are left alone.
 pub fn close_leftovers(pid: u32) -> Result<(), QemuError> {
-    for number in process::descriptors(pid, USERFAULTFD)? {
+    let leftovers = process::descriptors(pid, USERFAULTFD)?;
+    if !leftovers.is_empty() && process::lacks_pages(pid)? {
+        return Err(QemuError::LacksPages { pid });
+    }
+    for number in leftovers {
         if let Some(by) = other_user(pid, number) {
             return Err(QemuError::Locked { pid, by: Some(by) });
         }
-        system_call(pid, libc::SYS_close, number as u64)?;
+        system_call(pid, libc::SYS_close, [number as u64, 0, 0])?;
     }
     Ok(())
+}
+
+/// Duplicates of the userfaultfds that process `pid` has open.
+///
+/// # Errors
+/// If its descriptors can't be had.
+pub fn userfaultfds(pid: u32) -> Result<Vec<OwnedFd>, QemuError> {
+    let failed = |error: io::Error| QemuError::Inject { pid, why: error.to_string() };
+    let numbers = process::descriptors(pid, USERFAULTFD)?.into_iter();
+    numbers.map(|number| fetch(pid, number).map_err(failed)).collect()
 }
 
 /// Another process that has a descriptor for the same userfaultfd.
@@ -130,17 +180,17 @@ fn is_same(pid: u32, number: i32, other: u32, others_number: i32) -> bool {
     compared == 0
 }
 
-/// Makes a thread of process `pid` execute a system call with one argument.
-fn system_call(pid: u32, number: i64, argument: u64) -> Result<i64, QemuError> {
+/// Makes a thread of process `pid` execute a system call with these arguments.
+fn system_call(pid: u32, number: i64, arguments: [u64; 3]) -> Result<i64, QemuError> {
     let failed = |why: String| QemuError::Inject { pid, why };
     let (begun, mut busy) = (Instant::now(), 0);
     while begun.elapsed() < PATIENCE {
         for thread in process::threads(pid)? {
             let verdict =
-                in_a_child(thread, number, argument).map_err(|error| failed(error.to_string()))?;
+                in_a_child(thread, number, arguments).map_err(|error| failed(error.to_string()))?;
             match verdict.step {
                 DONE if verdict.value >= 0 => return Ok(verdict.value),
-                DONE => return Err(failed(why_not(-verdict.value as i32))),
+                DONE => return Err(failed(why_not(-verdict.value as i32, number, arguments))),
                 REFUSED => {
                     let error = io::Error::from_raw_os_error(verdict.value as i32);
                     return Err(failed(format!(
@@ -159,9 +209,13 @@ fn system_call(pid: u32, number: i64, argument: u64) -> Result<i64, QemuError> {
     Err(failed(format!("none of its threads waits in a system call, in {busy} looks")))
 }
 
-fn why_not(errno: i32) -> String {
+fn why_not(errno: i32, number: i64, arguments: [u64; 3]) -> String {
     let error = io::Error::from_raw_os_error(errno);
+    let kernel = userfaultfd::flags(FaultOrigin::UserAndKernel) as u64;
     match errno {
+        libc::EPERM if number == libc::SYS_userfaultfd && arguments[0] == kernel => {
+            format!("its user may not handle the kernel's faults ({error})")
+        }
         libc::ENOSYS | libc::EPERM => format!(
             "userfaultfd is forbidden there ({error}): a `-sandbox on` of QEMU or a container \
              forbids it; leave `-sandbox` out or allow the call"
@@ -178,7 +232,7 @@ fn fetch(pid: u32, descriptor: i32) -> io::Result<OwnedFd> {
 }
 
 /// Runs [`step_thread`] in a child and waits for its result.
-fn in_a_child(thread: u32, number: i64, argument: u64) -> io::Result<Verdict> {
+fn in_a_child(thread: u32, number: i64, arguments: [u64; 3]) -> io::Result<Verdict> {
     let (read, write) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
     // SAFETY: between fork and exit the child makes system calls only: it allocates nothing, takes
     // no lock, and touches only its own stack and the pipe.
@@ -193,7 +247,7 @@ fn in_a_child(thread: u32, number: i64, argument: u64) -> io::Result<Verdict> {
             libc::sigfillset(all.as_mut_ptr());
             libc::sigprocmask(libc::SIG_BLOCK, all.as_ptr(), std::ptr::null_mut());
             libc::setsid();
-            let verdict = step_thread(thread as libc::pid_t, number, argument);
+            let verdict = step_thread(thread as libc::pid_t, number, arguments);
             libc::write(
                 write.as_raw_fd(),
                 (&raw const verdict).cast(),
@@ -219,7 +273,7 @@ fn in_a_child(thread: u32, number: i64, argument: u64) -> io::Result<Verdict> {
 ///
 /// # Safety
 /// Must run in a process that may trace `thread`, and that does nothing else.
-unsafe fn step_thread(thread: libc::pid_t, number: i64, argument: u64) -> Verdict {
+unsafe fn step_thread(thread: libc::pid_t, number: i64, arguments: [u64; 3]) -> Verdict {
     let errno = || i64::from(io::Error::last_os_error().raw_os_error().unwrap_or(0));
     let none = std::ptr::null_mut::<libc::c_void>();
     // SAFETY: ptrace gets pointers to locals of the types that its requests expect, and acts on the
@@ -259,7 +313,7 @@ unsafe fn step_thread(thread: libc::pid_t, number: i64, argument: u64) -> Verdic
         let mut registers = saved;
         registers.rip = saved.rip - 2;
         registers.rax = number as u64;
-        registers.rdi = argument;
+        [registers.rdi, registers.rsi, registers.rdx] = arguments;
         // The interrupted call must not be restarted before ours.
         registers.orig_rax = u64::MAX;
         if libc::ptrace(libc::PTRACE_SETREGS, thread, none, &raw const registers) < 0 {

@@ -14,6 +14,8 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 use serde::{Deserialize, Serialize};
 
+use vmferry_memory::SlotId;
+
 use crate::error::QemuError;
 
 /// How often a QEMU whose process is not visible is probed. Each probe blocks other clients for
@@ -190,6 +192,49 @@ pub fn has_ended_within(process: &OwnedFd, patience: Duration) -> io::Result<boo
             Err(errno) => return Err(errno.into()),
         }
     }
+}
+
+/// Whether missing pages of these addresses of a process are reported by a userfaultfd.
+///
+/// # Errors
+/// If the mappings can't be read.
+pub fn reports_missing_pages(pid: u32, ranges: &[(SlotId, Range<u64>)]) -> Result<bool, QemuError> {
+    let reported = reported_ranges(pid)?;
+    let is_reported = |range: &Range<u64>| {
+        let mut at = range.start;
+        for one in &reported {
+            if one.contains(&at) {
+                at = one.end;
+            }
+        }
+        at >= range.end
+    };
+    Ok(ranges.iter().all(|(_, range)| is_reported(range)))
+}
+
+/// Whether a userfaultfd reports missing pages of a process.
+///
+/// # Errors
+/// If the mappings can't be read.
+pub fn lacks_pages(pid: u32) -> Result<bool, QemuError> {
+    Ok(!reported_ranges(pid)?.is_empty())
+}
+
+/// The mappings of which missing pages are reported, in ascending order: those with the flag `um`
+/// in `/proc/PID/smaps` (proc_pid_smaps(5)).
+fn reported_ranges(pid: u32) -> Result<Vec<Range<u64>>, QemuError> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/smaps"))
+        .map_err(|source| QemuError::Process { action: "read the mappings", pid, source })?;
+    let (mut found, mut range) = (Vec::new(), None);
+    for line in text.lines() {
+        if let Some(flags) = line.strip_prefix("VmFlags:") {
+            let is_reported = flags.split_whitespace().any(|flag| flag == "um");
+            found.extend(range.take().filter(|_| is_reported));
+        } else if let Some(mapping) = parse(line) {
+            range = Some(mapping.range);
+        }
+    }
+    Ok(found)
 }
 
 /// The numbers of a process's descriptors whose link in `/proc/PID/fd` equals `link`.

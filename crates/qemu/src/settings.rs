@@ -18,9 +18,13 @@ const FOR_SAVING: [&str; 3] = ["pause-before-switchover", "x-ignore-shared", "ev
 /// not resume its guest.
 const FOR_LOADING: [&str; 3] = ["x-ignore-shared", "events", "late-block-activate"];
 
+/// Capabilities that post-copy needs, on both sides.
+const POST_COPY: [&str; 2] = ["postcopy-ram", "postcopy-preempt"];
+
 /// Parameters that vmferry may change, including those of newer QEMUs.
-const PARAMETERS: [&str; 11] = [
+const PARAMETERS: [&str; 12] = [
     "max-bandwidth",
+    "max-postcopy-bandwidth",
     "downtime-limit",
     "tls-creds",
     "tls-hostname",
@@ -56,6 +60,8 @@ pub struct Streaming {
     pub downtime: Duration,
     /// The most percent of the vCPUs' time that may be taken while the guest writes too fast.
     pub throttle: u8,
+    /// Whether QEMU may use its post-copy.
+    pub post_copy: bool,
 }
 
 impl Default for Settings {
@@ -133,6 +139,10 @@ impl Settings {
         let mut parameters = self.for_channels(streaming.channels, &mut wanted);
         // The reader of the streams limits the bandwidth.
         parameters["max-bandwidth"] = json!(0);
+        if streaming.post_copy {
+            wanted.extend(POST_COPY);
+            parameters["max-postcopy-bandwidth"] = json!(0);
+        }
         parameters["downtime-limit"] = json!(downtime_ms(streaming.downtime));
         if streaming.throttle > 0 {
             let most = streaming.throttle.min(99);
@@ -150,8 +160,16 @@ impl Settings {
     ///
     /// # Errors
     /// QMP errors.
-    pub fn for_taking_streams(&self, qmp: &mut Qmp, channels: u8) -> Result<(), QmpError> {
+    pub fn for_taking_streams(
+        &self,
+        qmp: &mut Qmp,
+        channels: u8,
+        post_copy: bool,
+    ) -> Result<(), QmpError> {
         let mut wanted = vec!["events", "late-block-activate"];
+        if post_copy {
+            wanted.extend(POST_COPY);
+        }
         let parameters = self.for_channels(channels, &mut wanted);
         set_capabilities(qmp, &wanted)?;
         qmp.execute("migrate-set-parameters", parameters)?;
@@ -187,6 +205,14 @@ pub fn set_downtime(qmp: &mut Qmp, downtime: Duration) -> Result<(), QmpError> {
 
 fn downtime_ms(downtime: Duration) -> u64 {
     u64::try_from(downtime.as_millis()).unwrap_or(u64::MAX).min(LONGEST_DOWNTIME_MS)
+}
+
+/// Whether QEMU was told that it may use its post-copy.
+///
+/// # Errors
+/// QMP errors.
+pub fn may_use_post_copy(qmp: &mut Qmp) -> Result<bool, QmpError> {
+    Ok(capabilities_on(qmp)?.iter().any(|name| name == POST_COPY[0]))
 }
 
 fn capabilities_on(qmp: &mut Qmp) -> Result<Vec<String>, QmpError> {

@@ -5,7 +5,11 @@ use std::process::ExitStatus;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use vmferry::destination::FetchHandle;
+use vmferry::vmm::streamed::{LateEnd, LateStreams};
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
+use vmferry_faults::FaultRanges;
+use vmferry_memory::GuestMemory;
 use vmferry_wire::SessionId;
 
 use crate::carried::Place;
@@ -251,6 +255,34 @@ impl DestinationVm for StartedQemu {
         self.order(|qemu| qemu.load(state))?;
         self.keep_qemu(Keep::WithGuest);
         Ok(())
+    }
+
+    fn takes_post_copy(&self) -> Result<(), VmError> {
+        self.qemu.as_ref().ok_or("QEMU does not run")?.takes_post_copy()
+    }
+
+    fn fetch_begins(&mut self, fetch: FetchHandle) {
+        if let Some(qemu) = &mut self.qemu {
+            qemu.fetch_begins(fetch);
+        }
+    }
+
+    fn fetch_ends(&mut self) {
+        if let Some(qemu) = &mut self.qemu {
+            qemu.fetch_ends();
+        }
+    }
+
+    fn register_faults(&mut self, memory: &GuestMemory) -> Result<FaultRanges, VmError> {
+        self.order(|qemu| qemu.register_faults(memory))
+    }
+
+    fn late_streams(&mut self) -> Result<LateStreams, VmError> {
+        self.order(QemuDestination::late_streams)
+    }
+
+    fn late_end(&mut self) -> Result<LateEnd, VmError> {
+        self.order(QemuDestination::late_end)
     }
 
     fn stay_paused(&mut self) -> Result<(), VmError> {

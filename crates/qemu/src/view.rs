@@ -4,6 +4,7 @@ use std::fs::File;
 use std::sync::Arc;
 
 use crate::error::QemuError;
+use crate::fault_access::FaultAccess;
 use crate::identity::ProcessIdentity;
 use crate::memory_file::sharing::Examiner;
 use crate::process::Mapping;
@@ -45,6 +46,9 @@ pub trait View {
 
     /// Returns a function by which any thread can check which processes share a memory file.
     fn examiner(&self) -> Examiner;
+
+    /// Returns the access to the missing pages of the process.
+    fn fault_access(&self) -> Arc<dyn FaultAccess>;
 
     /// Whether the process is stopped.
     fn is_stopped(&self, pid: u32) -> bool {

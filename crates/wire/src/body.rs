@@ -129,11 +129,11 @@ impl ControlMessage {
             Self::Ready { digest, load_us } => put(into, &(digest, load_us)),
             Self::Verify {} | Self::Withdraw {} => {}
             Self::Verified { hash, pages, elapsed_us } => put(into, &(hash, pages, elapsed_us)),
-            Self::Commit { session } | Self::Query { session } => put(into, session),
+            Self::Commit { session } | Self::Query { session, .. } => put(into, session),
             Self::Running { session, start_us } => put(into, &(session, start_us)),
             Self::Aborted { session, reason } => put(into, &(session, reason)),
             Self::Ping { nonce } | Self::Pong { nonce } => put(into, nonce),
-            Self::Answer { session, word } => put(into, &(session, word)),
+            Self::Answer { session, word, .. } => put(into, &(session, word)),
             Self::Free { slot, runs } => put(into, &(slot, runs)),
             Self::Lacking { slot, first, bits } => {
                 put(into, &(slot, first, serde_bytes::Bytes::new(bits)));
@@ -208,7 +208,7 @@ impl ControlMessage {
                 release: None,
                 algorithms: None,
                 verifies_placed: false,
-                post_copy: false,
+                post_copy: None,
             }),
             3 => tuple!(reason => Self::Refuse { reason: cleaned(reason), release: None }),
             4 => tuple!((lane, sequence) => Self::Placed { lane, sequence }),
@@ -224,8 +224,8 @@ impl ControlMessage {
             12 => tuple!(reason => Self::Abort { reason: cleaned(reason) }),
             13 => tuple!(nonce => Self::Ping { nonce }),
             14 => tuple!(nonce => Self::Pong { nonce }),
-            15 => tuple!(session => Self::Query { session }),
-            16 => tuple!((session, word) => Self::Answer { session, word }),
+            15 => tuple!(session => Self::Query { session, offer: None }),
+            16 => tuple!((session, word) => Self::Answer { session, word, token: None }),
             17 => tuple!(() => Self::Withdraw {}),
             18 => tuple!((slot, runs) => Self::Free { slot, runs }),
             19 => tuple!(Lacking { slot, first, bits } =>
@@ -253,6 +253,9 @@ impl ControlMessage {
                 } else {
                     return Ok(());
                 }
+            }
+            Self::Query { offer: Some(offer), .. } if !offer.is_in_range() => {
+                "the number of offered fetch lanes for faults or in the background is not 1 to 16"
             }
             Self::Final { lane_sequences, .. }
                 if !(1..=usize::from(MAX_LANES)).contains(&lane_sequences.len()) =>

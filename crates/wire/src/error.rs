@@ -68,4 +68,7 @@ pub enum WireError {
     /// A request for pages that violates a rule.
     #[error("bad request for pages: {0}")]
     BadRequest(String),
+    /// A part of a tunnel's streams that violates a rule.
+    #[error("bad part of a tunnel's stream: {0}")]
+    BadTunnel(String),
 }

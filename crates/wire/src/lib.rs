@@ -33,6 +33,7 @@ mod runs;
 mod segments;
 mod session;
 mod sizes;
+mod tunnel;
 
 pub use algorithm::{Algorithm, AlgorithmSet};
 pub use control::{
@@ -45,11 +46,11 @@ pub use hello::{
     PROTOCOL_VERSION_MIN, Role, common_version,
 };
 pub use message::{
-    ControlMessage, FetchLanes, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LACKING_BYTES, MAX_LANES,
-    MAX_SLOTS,
+    ControlMessage, FetchLanes, LaneOffer, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LACKING_BYTES,
+    MAX_LANES, MAX_SLOTS,
 };
 pub use probe::{MAX_FACTS_BYTES, MAX_PROBE_BYTES, MAX_REFUSAL_BYTES, ProbeHeader, ProbeMessage};
-pub use reason::{MAX_REASON_BYTES, Reason, ReasonCode};
+pub use reason::{MAX_REASON_BYTES, Reason, ReasonCode, one_line};
 pub use request::{MAX_REQUEST_PAGES, PAGE_REQUEST_BYTES, PageRequest};
 pub use runs::{Encoding, MAX_FRAME_CONTENT_PAGES, Run, RunTable, table_checksum};
 pub use segments::{MAX_KEPT_PAGES, PieceSummary, Segment, SegmentEncoding, SegmentTable};
@@ -57,6 +58,7 @@ pub use session::Token;
 pub use sizes::{
     MAX_FRAME_PAYLOAD_BYTES, RUN_HEADER_BYTES, SEGMENT_BYTES, SEGMENT_TABLE_HEAD_BYTES,
 };
+pub use tunnel::{MAX_TUNNEL_BYTES, TUNNEL_HEADER_BYTES, TunnelHeader};
 pub use vmferry_api::{MAX_RELEASE_BYTES, Release};
 pub use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionKind, SessionWord};
 

@@ -66,8 +66,9 @@ pub enum ControlMessage {
         /// memory as placed, before it loads the state.
         verifies_placed: bool,
         /// Since version 2: whether the destination can run the guest before all its pages have
-        /// arrived.
-        post_copy: bool,
+        /// arrived, and why not, in one [line](crate::one_line). `None` if it was not asked, or is
+        /// of a release without post-copy.
+        post_copy: Option<Result<(), String>>,
     },
     /// D: refuses the guest.
     Refuse {
@@ -157,6 +158,9 @@ pub enum ControlMessage {
     Query {
         /// The migration.
         session: SessionId,
+        /// The lanes on which this source can answer requests for missing pages, in a session with
+        /// post-copy.
+        offer: Option<LaneOffer>,
     },
     /// D: the answer to QUERY.
     Answer {
@@ -164,6 +168,9 @@ pub enum ControlMessage {
         session: SessionId,
         /// The destination's word, which is binding.
         word: SessionWord,
+        /// What the channels of the lanes in the QUERY's offer must present. Those of earlier lanes
+        /// are closed.
+        token: Option<Token>,
     },
     /// S: takes FINAL back; the guest continues at the source. Valid only before READY.
     Withdraw {},
@@ -195,6 +202,22 @@ pub struct FetchLanes {
     pub faults: u8,
     /// Lanes for all other pages, 1 to 16.
     pub background: u8,
+}
+
+/// Fetch lanes that a source offers in QUERY: the source or the destination may have been restarted
+/// since BEGIN announced others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaneOffer {
+    /// The number of the first lane.
+    pub first: u8,
+    /// The lanes.
+    pub lanes: FetchLanes,
+}
+
+impl LaneOffer {
+    pub(crate) fn is_in_range(self) -> bool {
+        self.lanes.are_in_range() && self.first.checked_add(self.lanes.count()).is_some()
+    }
 }
 
 impl FetchLanes {

@@ -41,6 +41,8 @@ pub enum ReasonCode {
     Unauthorized,
     /// 15: the guest has powered off.
     PoweredOff,
+    /// 16: pages that the destination lacks can't be sent any more.
+    PagesLost,
     /// A number from a newer release.
     Other(u16),
 }
@@ -63,6 +65,7 @@ impl From<u16> for ReasonCode {
             13 => Self::VmRefused,
             14 => Self::Unauthorized,
             15 => Self::PoweredOff,
+            16 => Self::PagesLost,
             other => Self::Other(other),
         }
     }
@@ -86,6 +89,7 @@ impl From<ReasonCode> for u16 {
             ReasonCode::VmRefused => 13,
             ReasonCode::Unauthorized => 14,
             ReasonCode::PoweredOff => 15,
+            ReasonCode::PagesLost => 16,
             ReasonCode::Other(other) => other,
         }
     }
@@ -105,9 +109,7 @@ impl Reason {
     /// spaces, and the text is cut at [`MAX_REASON_BYTES`].
     #[must_use]
     pub fn new(code: ReasonCode, text: &str) -> Self {
-        let clean: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
-        let end = clean.floor_char_boundary(MAX_REASON_BYTES);
-        Self { code, text: clean[..end].to_owned() }
+        Self { code, text: one_line(text) }
     }
 
     /// The same reason, sanitized as by [`Reason::new`]: text from a peer may be shown on a
@@ -116,6 +118,23 @@ impl Reason {
     pub(crate) fn cleaned(&self) -> Self {
         Self::new(self.code, &self.text)
     }
+}
+
+/// A text that is safe for the wire and for a terminal: control characters become spaces, and it is
+/// cut at [`MAX_REASON_BYTES`].
+#[must_use]
+pub fn one_line(text: &str) -> String {
+    let clean: String = text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect();
+    clean[..clean.floor_char_boundary(MAX_REASON_BYTES)].to_owned()
+}
+
+/// Checks a text from the wire that stands for itself.
+pub(crate) fn checked_line(content: &[u8]) -> Result<String, String> {
+    let text = std::str::from_utf8(content).map_err(|_| "it is not text".to_owned())?;
+    if text.is_empty() || one_line(text) != text {
+        return Err("it is empty, too long or not printable".into());
+    }
+    Ok(text.to_owned())
 }
 
 impl fmt::Display for Reason {

@@ -1,16 +1,14 @@
 //! The host's pool of huge pages of 2 MiB, which tests enlarge and restore.
 
-use parking_lot::{Mutex, MutexGuard};
+use crate::Exclusive;
 
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
-
-static POOL_USER: Mutex<()> = Mutex::new(());
 
 /// Huge pages for one test at a time; the pool shrinks again on drop.
 #[derive(Debug)]
 pub struct HugePages {
     enlarged_by: u64,
-    _alone: MutexGuard<'static, ()>,
+    _alone: Exclusive,
 }
 
 impl HugePages {
@@ -20,7 +18,7 @@ impl HugePages {
     /// If fewer are free afterward.
     #[must_use]
     pub fn reserve(pages: u64) -> Self {
-        let alone = POOL_USER.lock();
+        let alone = Exclusive::lock("huge-pages");
         let before = size();
         // Free huge pages may belong to another process.
         let written = std::fs::write(POOL, (before + pages).to_string());

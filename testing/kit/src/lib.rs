@@ -4,12 +4,14 @@
 #![forbid(unsafe_code)]
 
 mod cable;
+mod exclusive;
 mod huge_pages;
 pub mod relay;
 
 use std::path::{Path, PathBuf};
 
 pub use cable::Cable;
+pub use exclusive::Exclusive;
 pub use huge_pages::HugePages;
 
 /// Where `scripts/setup-tests` has unpacked the packages of a lab: `qemu` or `browser`.

@@ -2,28 +2,28 @@
 //! state that was saved at that point loads in half a second.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
 use std::sync::OnceLock;
 
-use parking_lot::Mutex;
-use serde_json::json;
+use serde_json::{Value, json};
+use vmferry_kit::Exclusive;
 
 use crate::machine::kernel;
 use crate::{Backend, Machine, Monitor, Qemu, World, bare_metal, initramfs, packages};
 
-/// A booting guest needs a whole CPU: several at once would not be up in time.
-static BOOTING: Mutex<()> = Mutex::new(());
+/// A booting guest needs a whole CPU: several at once would not be up in time. And each state is
+/// saved only once.
+const BOOTING: &str = "booting-qemu";
 
 impl Machine {
     /// Starts a QEMU whose guest continues from the saved state of an equal guest after its boot.
-    /// The guest is booted instead if its devices use files of the test, or if it runs as another
-    /// user or in another network.
+    /// The guest is booted instead if its devices use files of the test, if it runs as another
+    /// user or in another network, or if QEMU may not start the program that reads the state.
     pub fn start_booted(&self, world: &World, name: &str) -> Qemu {
         let elsewhere = self.user.is_some() || self.namespace.is_some();
-        if elsewhere || self.devices.iter().any(|device| device.contains('/')) {
-            let _alone = BOOTING.lock();
+        let forbids = |device: &String| device.contains('/') || device.contains("spawn=deny");
+        if elsewhere || self.devices.iter().any(forbids) {
+            let _alone = Exclusive::lock(BOOTING);
             let mut qemu = self.start(world, name);
             works(&mut qemu);
             return qemu;
@@ -36,7 +36,7 @@ impl Machine {
     pub fn start_booted_under(&self, world: &World, name: &str, under: &[&str]) -> Qemu {
         let from = format!("exec:cat '{}'", self.saved().display());
         let extra = ["-incoming", &from];
-        let mut qemu = self.spawn_with(world, name, &extra, Stdio::null(), under);
+        let mut qemu = self.spawn_with(world, name, &extra, under);
         run_on(&mut qemu);
         works(&mut qemu);
         qemu
@@ -44,7 +44,7 @@ impl Machine {
 
     /// The state of such a guest, saved on first use.
     fn saved(&self) -> PathBuf {
-        let _alone = BOOTING.lock();
+        let _alone = Exclusive::lock(BOOTING);
         let mut key = DefaultHasher::new();
         // A state does not depend on the backends of the memory, but on its blocks.
         let backend = if self.backend == Backend::TwoNodes { self.backend } else { Backend::File };
@@ -54,7 +54,7 @@ impl Machine {
         if !path.exists() {
             let unique = path.with_extension(std::process::id().to_string());
             any.boot_and_save(&unique);
-            // Several programs may do this at the same time: each writes a state of the same guest.
+            // A program that was killed leaves no incomplete state.
             std::fs::rename(&unique, &path).expect("a state can be put in its place");
         }
         path
@@ -62,21 +62,20 @@ impl Machine {
 
     fn boot_and_save(&self, path: &Path) {
         let world = World::new();
-        let monitor = ["-monitor", "stdio"];
-        let mut qemu = self.spawn_with(&world, "booting", &monitor, Stdio::piped(), &[]);
+        let mut qemu = self.start(&world, "booting");
         works(&mut qemu);
-        let mut orders = qemu.child.stdin.take().expect("it has a monitor");
-        // Stopped first: an emulated guest of QEMU 7.2 would lose writes. The command returns once
-        // all is saved.
-        let lines = format!(
-            "stop\nmigrate_set_parameter max-bandwidth 100G\nmigrate \"exec:cat > '{}'\"\ninfo \
-             migrate\nquit\n",
-            path.display()
-        );
-        orders.write_all(lines.as_bytes()).expect("its monitor listens");
-        qemu.child.wait().expect("it ends");
-        let said = qemu.last_words();
-        assert!(said.contains("completed"), "the guest was not saved: {said}");
+        let mut monitor = Monitor::connect(&qemu.qmp);
+        // Stopped first: an emulated guest of QEMU 7.2 would lose writes.
+        monitor.execute("stop", json!({}));
+        monitor.execute("migrate-set-parameters", json!({ "max-bandwidth": 100_u64 << 30 }));
+        let uri = format!("exec:cat > '{}'", path.display());
+        monitor.execute("migrate", json!({ "uri": uri }));
+        let has_ended = |said: &Value| {
+            ["completed", "failed", "cancelled"].iter().any(|status| said["status"] == *status)
+        };
+        let said = monitor.wait_for("query-migrate", has_ended);
+        assert_eq!(said["status"], "completed", "the guest was not saved: {said}");
+        qemu.quit(monitor);
     }
 }
 

@@ -16,11 +16,15 @@ pub use monitor::Monitor;
 pub use slow_disk::SlowDisk;
 
 use std::collections::BTreeMap;
+use std::fs::Permissions;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Child;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+use rustix::io::Errno;
 use tempfile::TempDir;
 
 /// How long any step in a guest may take.
@@ -90,6 +94,31 @@ impl World {
             std::os::unix::fs::chown(directory, Some(user), Some(user))?;
         }
         Ok(())
+    }
+
+    /// A node of `/dev/kvm` that every user may open. Only QEMU 10.0 accepts another path.
+    ///
+    /// # Panics
+    /// If this process may not create device nodes.
+    #[must_use]
+    pub fn kvm(&self) -> PathBuf {
+        self.node("/dev/kvm")
+    }
+
+    /// A node of a character device that every user may open.
+    ///
+    /// # Panics
+    /// If this process may not create device nodes.
+    #[must_use]
+    pub fn node(&self, device: &str) -> PathBuf {
+        let path = self.path(&device.replace('/', "-"));
+        let number = std::fs::metadata(device).expect("the device is there").rdev();
+        match mknodat(CWD, &path, FileType::CharacterDevice, Mode::empty(), number) {
+            Ok(()) | Err(Errno::EXIST) => {}
+            Err(error) => panic!("no node of {device}: {error}"),
+        }
+        std::fs::set_permissions(&path, Permissions::from_mode(0o666)).expect("it is ours");
+        path
     }
 
     /// An empty disk on storage that both hosts can access, and that supports direct I/O.
@@ -207,6 +236,13 @@ impl Qemu {
         ended.map_or_else(|| said.clone(), |status| format!("{status}: {said}"))
     }
 
+    /// Ends QEMU over its monitor.
+    pub fn quit(&mut self, monitor: Monitor) {
+        let told = monitor.quit();
+        let status = self.child.wait().expect("a child can be awaited");
+        assert!(told.is_ok() && status.success(), "{told:?}, then {}", self.last_words());
+    }
+
     /// Waits until the guest has reported what is wanted.
     pub fn wait_for(&mut self, what: &str, wanted: impl Fn(&Said) -> bool) -> Said {
         let mut last = Said::default();
@@ -230,6 +266,12 @@ impl Qemu {
             // Files and sockets cause no wake-up.
             std::thread::sleep(LOOK_PERIOD);
         }
+    }
+
+    /// Its memory files.
+    #[must_use]
+    pub fn memory_files(&self) -> &[PathBuf] {
+        &self.memory
     }
 
     /// Waits until the guest has checked all of its memory once more, without an error.

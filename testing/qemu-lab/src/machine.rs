@@ -112,7 +112,7 @@ impl Machine {
     }
 
     pub(crate) fn spawn(&self, world: &World, name: &str, extra: &[&str]) -> Qemu {
-        self.spawn_with(world, name, extra, Stdio::null(), &[])
+        self.spawn_with(world, name, extra, &[])
     }
 
     pub(crate) fn spawn_with(
@@ -120,7 +120,6 @@ impl Machine {
         world: &World,
         name: &str,
         extra: &[&str],
-        input: Stdio,
         under: &[&str],
     ) -> Qemu {
         let qmp = world.path(&format!("{name}.qmp"));
@@ -138,7 +137,7 @@ impl Machine {
         let log_path = world.path(&format!("{name}.log"));
         let log = File::create(&log_path).expect("a log can be made");
         command
-            .stdin(input)
+            .stdin(Stdio::null())
             .stdout(log.try_clone().expect("a descriptor can be duplicated"))
             .stderr(log);
         let child = self.spawn_inside(command);
@@ -222,7 +221,11 @@ impl Machine {
                 add(&[&"-append", &format!("{quiet} {}", self.workload)]);
             }
             Guest::BareMetal => {
-                add(&[&"-accel", &"kvm", &"-kernel", &bare_metal::path(crate::packages())]);
+                let kvm = self.user.map_or_else(
+                    || "kvm".to_owned(),
+                    |_| format!("kvm,device={}", world.kvm().display()),
+                );
+                add(&[&"-accel", &kvm, &"-kernel", &bare_metal::path(crate::packages())]);
                 add(&[&"-append", &self.workload]);
             }
         }

@@ -41,6 +41,13 @@ impl Monitor {
         }
     }
 
+    /// Tells QEMU to end, and waits until it has closed the socket. QEMU does not promise to answer
+    /// this command.
+    pub(crate) fn quit(mut self) -> std::io::Result<()> {
+        writeln!(self.orders, "{}", json!({ "execute": "quit" }))?;
+        std::io::copy(&mut self.answers, &mut std::io::sink()).map(drop)
+    }
+
     /// Repeats a query until its result is wanted, and returns that.
     pub fn wait_for(&mut self, query: &str, wanted: impl Fn(&Value) -> bool) -> Value {
         let deadline = Instant::now() + PATIENCE;

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vmferry::link::{ControlReader, FinalDue, Speaker, channel_name, lost};
-use vmferry::machine::destination::Destination;
 use vmferry::machine::destination::io::{Action, Ending, Input, LinkId};
+use vmferry::machine::destination::{Destination, Left};
 use vmferry::machine::peer::DestinationSide;
 use vmferry::{DestinationVm, MigrateError, Timeouts};
 use vmferry_handover::journal::recover_destination;
@@ -53,6 +53,8 @@ pub struct DestinationHost {
     pub ready_at: Option<Duration>,
     /// When it last received that the guest runs on at the source.
     pub withdrawn_at: Duration,
+    /// How often a restarted process took over a guest that lacked pages.
+    pub taken_over: u64,
     /// Slow steps of its process.
     pub absence: Absence<Input>,
 }
@@ -71,7 +73,8 @@ impl DestinationHost {
         let token = Token(network.rng.u128(..).to_le_bytes());
         let our_side = DestinationSide { protocol: network.protocol, ..DestinationSide::default() };
         let machine = Destination::new(timeouts, token, our_side, network.now());
-        let session = Session::new(machine, guest.attach(), token, control, plan);
+        let what = (plan.post_copy, plan.sabotage);
+        let session = Session::new(machine, guest.attach(), token, Some(control), what);
         Self {
             guest,
             outlives: plan.outlives,
@@ -84,6 +87,7 @@ impl DestinationHost {
             number: 0,
             timeouts,
             ready_at: None,
+            taken_over: 0,
             withdrawn_at: Duration::ZERO,
             absence: Absence::new(Host::Destination, plan.sabotage),
         }
@@ -148,6 +152,9 @@ impl DestinationHost {
             }
             return;
         }
+        if self.recovered().is_some_and(DestinationState::is_fetching) {
+            return self.take_over(network);
+        }
         let recovered = recover_destination(&self.disk.records(self.session_number));
         let mut vm = self.guest.attach();
         for effect in recovered.map_or(&[][..], |(_, effects)| effects) {
@@ -159,6 +166,34 @@ impl DestinationHost {
                 _ => {}
             }
         }
+    }
+
+    /// Fetches the missing pages of a guest that the previous process has left.
+    fn take_over(&mut self, network: &mut Network) {
+        let (journal, records) = match self.disk.reopen(self.session_number) {
+            Ok(Some(found)) => found,
+            other => panic!("the journal was there: {:?}", other.map(|_| ())),
+        };
+        let vm = self.guest.attach();
+        let missing_pages = self.guest.adopt(self.sabotage == Some(Sabotage::ForgetMissing));
+        self.taken_over += 1;
+        let left = Left { session: self.session_number, missing_pages, paused: false };
+        let our_side = DestinationSide { protocol: network.protocol, ..DestinationSide::default() };
+        let now = network.now();
+        let Some(machine) = Destination::recovered(self.timeouts, our_side, left, &records, now)
+        else {
+            panic!("the journal says that pages are missing");
+        };
+        self.session = Some(Session::of_left(machine, vm, journal, self.sabotage));
+        self.pump(network);
+    }
+
+    /// Whether the guest has died with its process while it lacked pages. Its source keeps the
+    /// memory until an operator gives the guest up.
+    pub fn lost_the_guest(&self) -> bool {
+        !self.outlives
+            && self.session.is_none()
+            && self.recovered().is_some_and(DestinationState::is_fetching)
     }
 
     /// Passes an input to the session's machine.

@@ -46,7 +46,7 @@ pub fn forge(message: u16, session: SessionId) -> ControlMessage {
             release: None,
             algorithms: None,
             verifies_placed: false,
-            post_copy: false,
+            post_copy: None,
         },
         number::REFUSE => ControlMessage::Refuse { reason, release: None },
         number::PLACED => ControlMessage::Placed { lane: 0, sequence: u64::MAX },
@@ -66,8 +66,10 @@ pub fn forge(message: u16, session: SessionId) -> ControlMessage {
         number::ABORT => ControlMessage::Abort { reason },
         number::PING => ControlMessage::Ping { nonce: u64::MAX },
         number::PONG => ControlMessage::Pong { nonce: u64::MAX },
-        number::QUERY => ControlMessage::Query { session },
-        number::ANSWER => ControlMessage::Answer { session, word: SessionWord::Pending },
+        number::QUERY => ControlMessage::Query { session, offer: None },
+        number::ANSWER => {
+            ControlMessage::Answer { session, word: SessionWord::Pending, token: None }
+        }
         number::WITHDRAW => ControlMessage::Withdraw {},
         number::LACKING => ControlMessage::Lacking { slot: SlotId(0), first: 0, bits: vec![1] },
         _ => ControlMessage::Free { slot: SlotId(0), runs: vec![(0, 1)] },

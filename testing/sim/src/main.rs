@@ -130,6 +130,11 @@ fn print(whole: &Summary, options: &Options, next: u64, took: Duration) {
         whole.faults,
         whole.again_pages
     );
+    println!(
+        "restarts while pages were missing: {} destinations took over, {} sources served again, \
+         {} guests had died and were given up",
+        whole.taken_over, whole.served_again, whole.given_up
+    );
     for (end, count) in &whole.ends {
         println!("  {count:>8} {end}");
     }

@@ -77,6 +77,8 @@ pub enum Event {
     Restart(Host),
     /// The user cancels.
     Cancel(Host),
+    /// An operator gives up the guest, which has died at the destination while it lacked pages.
+    GiveUp,
     /// All faults end.
     Heal,
 }

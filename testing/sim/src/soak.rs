@@ -48,6 +48,12 @@ pub struct Summary {
     pub cut_while_fetching: u64,
     /// Those of them after which the guest had all its pages.
     pub fetched: u64,
+    /// How often a restarted destination took over a guest that lacked pages.
+    pub taken_over: u64,
+    /// How often a restarted source had to serve pages.
+    pub served_again: u64,
+    /// Schedules in which an operator gave up a guest that had died while it lacked pages.
+    pub given_up: u64,
     /// Missing pages that have arrived in all schedules.
     pub fetched_pages: u64,
     /// Pages that were requested because a vCPU waited.
@@ -76,11 +82,15 @@ impl Summary {
         self.fetching += fetching;
         self.cut_while_fetching += u64::from(outcome.fetching_cuts > 0);
         self.fetched += if given { fetching } else { 0 };
+        self.taken_over += outcome.taken_over;
+        self.served_again += outcome.served_again;
+        self.given_up += u64::from(outcome.given_up);
         self.fetched_pages += outcome.fetched.pages;
         self.faults += outcome.fetched.faults;
         self.again_pages += outcome.fetched.again;
         self.longest_s = self.longest_s.max(outcome.took.as_secs_f64());
         let end = match (outcome.end, outcome.was_in_doubt, outcome.crashed_there) {
+            _ if outcome.given_up => "handed over, died while it lacked pages, given up",
             (SourceEnd::Given, _, true) => "handed over, then crashed",
             (SourceEnd::Given, false, false) => "handed over",
             (SourceEnd::Given, true, false) => "handed over, after doubt",
@@ -108,6 +118,9 @@ impl Summary {
         self.fetching += other.fetching;
         self.cut_while_fetching += other.cut_while_fetching;
         self.fetched += other.fetched;
+        self.taken_over += other.taken_over;
+        self.served_again += other.served_again;
+        self.given_up += other.given_up;
         self.fetched_pages += other.fetched_pages;
         self.faults += other.faults;
         self.again_pages += other.again_pages;

@@ -46,6 +46,8 @@ pub struct SourceHost {
     /// What it knows about its channels.
     pub links: LinkRecord,
     sabotage: Option<Sabotage>,
+    /// How often a restarted process was to serve pages.
+    pub served_again: u64,
     /// Slow steps of its process.
     pub absence: Absence<Input>,
 }
@@ -80,6 +82,7 @@ impl SourceHost {
             was_in_doubt: false,
             doubted_silence: false,
             links: LinkRecord::default(),
+            served_again: 0,
             sabotage,
             absence: Absence::new(Host::Source, sabotage),
         };
@@ -96,8 +99,7 @@ impl SourceHost {
                     vm,
                     journal: Some(journal),
                     control: Some(control),
-                    session: host.config.session,
-                    channels: host.config.channels.get(),
+                    config: host.config.clone(),
                     sabotage,
                 }));
             }
@@ -189,14 +191,14 @@ impl SourceHost {
         let config = self.config.clone();
         let now = network.now();
         let machine = Source::recovered(config, &vm.describe(), records, now);
+        self.served_again += u64::from(machine.handover() == SourceState::Serving);
         let mut process = Process::new(Start {
             number: self.number,
             machine,
             vm,
             journal,
             control: None,
-            session: self.config.session,
-            channels: self.config.channels.get(),
+            config: self.config.clone(),
             sabotage: self.sabotage,
         });
         process.recover(&self.guest);
@@ -292,13 +294,13 @@ impl SourceHost {
     }
 
     fn sabotaged(&self, message: ControlMessage) -> ControlMessage {
-        let ControlMessage::Answer { session, word } = message else { return message };
+        let ControlMessage::Answer { session, word, token } = message else { return message };
         let word = match (self.sabotage, word) {
             (Some(Sabotage::UnknownIsAborted), SessionWord::Unknown) => SessionWord::Aborted,
             (Some(Sabotage::FetchingIsOwns), SessionWord::Fetching) => SessionWord::Owns,
             (_, word) => word,
         };
-        ControlMessage::Answer { session, word }
+        ControlMessage::Answer { session, word, token }
     }
 
     /// A channel has ended.
@@ -357,7 +359,7 @@ impl SourceHost {
         if let Some(ending) = process.machine.ending() {
             network.note(|| format!("source: ended {ending:?}"));
             self.ended = Some(match ending {
-                Ending::Given => SourceEnd::Given,
+                Ending::Given | Ending::Lost(_) => SourceEnd::Given,
                 Ending::Kept(_) => SourceEnd::Kept,
             });
             if let Some(process) = self.process.take() {

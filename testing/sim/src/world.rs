@@ -25,6 +25,9 @@ const HEAL_AT: Duration = Duration::from_secs(600);
 /// From then on everything must be decided within this time: the longest chain of bounded waits.
 const SETTLED_AFTER: Duration = Duration::from_secs(300);
 
+/// How long after the guest's death an operator gives it up.
+const GIVE_UP_AFTER: Duration = Duration::from_secs(20);
+
 /// Longer than any schedule.
 const NEVER: Duration = Duration::from_secs(3600);
 
@@ -46,6 +49,8 @@ pub struct Outcome {
     pub messages: u64,
     /// Cuts that happened.
     pub cuts: u64,
+    /// How often the source reported that it was connected.
+    pub connected: u64,
     /// Channels that were reconnected.
     pub restored: u64,
     /// How often a paused guest was resumed because of a lost link.
@@ -56,6 +61,12 @@ pub struct Outcome {
     pub fetching: bool,
     /// Cuts that happened then.
     pub fetching_cuts: u64,
+    /// How often a restarted destination took over a guest that lacked pages.
+    pub taken_over: u64,
+    /// How often a restarted source had to serve pages.
+    pub served_again: u64,
+    /// Whether an operator gave up the guest, because it died while it lacked pages.
+    pub given_up: bool,
     /// What it has fetched.
     pub fetched: Fetched,
     /// Whether the link was the only fault, and never for too long: the guest must be handed over.
@@ -90,6 +101,8 @@ struct World {
     fetching: bool,
     /// Cuts that happened then.
     fetching_cuts: u64,
+    /// The guest died while it lacked pages, and an operator has given it up.
+    given_up: bool,
 }
 
 impl World {
@@ -174,6 +187,7 @@ impl World {
             waited: false,
             fetching: false,
             fetching_cuts: 0,
+            given_up: false,
         }
     }
 
@@ -279,7 +293,19 @@ impl World {
                 }
             }
             Event::Restart(Host::Source) => self.source.restart(network),
-            Event::Restart(Host::Destination) => self.destination.restart(network),
+            Event::Restart(Host::Destination) => {
+                self.destination.restart(network);
+                if self.destination.lost_the_guest() {
+                    network.after(GIVE_UP_AFTER, Event::GiveUp);
+                }
+            }
+            Event::GiveUp if self.source.ended.is_none() => {
+                self.given_up = true;
+                self.source.tell(source::io::Input::GiveUp, network);
+                // The source's process may be dead, or may not know yet where the guest is.
+                network.after(GIVE_UP_AFTER, Event::GiveUp);
+            }
+            Event::GiveUp => {}
             Event::Cancel(Host::Source) => {
                 self.source.tell(source::io::Input::Cancel, network);
             }
@@ -337,7 +363,8 @@ impl World {
         if self.destination.guest.is_running() || self.destination.guest.waits() {
             self.destination.guest.check();
         }
-        let owns = self.destination.recovered() == Some(DestinationState::Owns);
+        let gone = self.given_up && self.destination.lost_the_guest();
+        let owns = gone || self.destination.recovered() == Some(DestinationState::Owns);
         let here = self.source.guest.is_running();
         if here == owns {
             let who = if here { "both hosts have the guest" } else { "no host has the guest" };
@@ -362,6 +389,10 @@ impl World {
         if self.slow && (self.source.doubted_silence || self.source.links.restored > 0) {
             self.violation("a host in a slow step was treated as lost".into());
         }
+        if self.source.links.connected > 1 || self.source.links.ready_unconnected {
+            let times = self.source.links.connected;
+            self.violation(format!("the source reported {times} times that it was connected"));
+        }
         let crashed_there = owns && !self.destination.guest.is_running();
         let violations = std::mem::take(&mut self.ledger.lock().violations);
         Outcome {
@@ -371,11 +402,15 @@ impl World {
             struck: self.network.struck + self.write_faults,
             messages: self.network.messages,
             cuts: self.network.cuts.len() as u64,
+            connected: self.source.links.connected,
             restored: self.source.links.restored,
             recalls: self.source.links.recalls,
             resent: self.source.links.resent,
             fetching: self.fetching,
             fetching_cuts: self.fetching_cuts,
+            taken_over: self.destination.taken_over,
+            served_again: self.source.served_again,
+            given_up: self.given_up,
             fetched: self.ledger.lock().fetched,
             must_be_given,
             took: settled.unwrap_or(self.network.now()),

@@ -1,5 +1,6 @@
 //! Inspection of recorded sessions.
 
+mod fetching;
 mod golden;
 mod recordings;
 mod streams;

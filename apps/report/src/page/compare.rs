@@ -79,6 +79,7 @@ fn outcomes(runs: [&Run; 2]) -> String {
         Ending::Moved => "moved",
         Ending::Failed(failure) if failure.is_in_doubt() => "is in doubt",
         Ending::Failed(failure) if run.has_unknown_owner(failure) => "is not known to have moved",
+        Ending::Failed(failure) if run.has_lost_pages(failure) => "lost pages at the destination",
         Ending::Failed(_) => "stayed at the source",
         Ending::Unknown => "is not known to have moved",
     });

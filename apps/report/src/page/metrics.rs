@@ -1,7 +1,7 @@
 //! The key numbers of a migration, with their units and which direction is better.
 
 use crate::human;
-use crate::run::{Number, PAGE_BYTES, Run};
+use crate::run::{Fetch, Number, PAGE_BYTES, Run};
 
 /// The unit of a number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -129,6 +129,28 @@ pub fn of(run: &Run) -> Vec<Metric> {
         metric("resent_bytes", "Resent", stats.resent_bytes, Unit::Bytes, Less),
         metric("link_down_ms", "Time with channels missing", stats.link_down_ms, Unit::Ms, Less),
         metric("recalls", "Recalls after link loss", stats.recalls, Unit::Count, Less),
+    ]
+    .into_iter()
+    .chain(of_fetch(run))
+    .collect()
+}
+
+/// The key numbers of post-copy, which have no value without it.
+fn of_fetch(run: &Run) -> [Metric; 6] {
+    use Better::{Less, Neither};
+    let metric = |key, label, value, unit, better| Metric { key, label, value, unit, better };
+    let fetch = run.fetch.as_ref();
+    let number = |read: fn(&Fetch) -> Number| fetch.and_then(read);
+    let serving_ms = run.stats.serving_ms.filter(|ms| *ms > 0.0);
+    let fetch_ms = serving_ms.or(number(|fetch| fetch.fetch_ms));
+    let p99_ms = number(|fetch| fetch.wait_p99_us).map(|us| us / 1e3);
+    [
+        metric("missing_pages", "Pages fetched later", run.missing_pages(), Unit::Count, Neither),
+        metric("fetch_ms", "Time of fetching", fetch_ms, Unit::Ms, Less),
+        metric("faults", "Faults", number(|fetch| fetch.faults), Unit::Count, Less),
+        metric("fault_pages", "Pages waited for", number(|it| it.fault_pages), Unit::Count, Less),
+        metric("waited_ms", "All waits for pages", number(|it| it.waited_ms), Unit::Ms, Less),
+        metric("wait_p99_ms", "99 % of waits, at most", p99_ms, Unit::Ms, Less),
     ]
 }
 

@@ -2,6 +2,7 @@
 
 mod benchmarks;
 mod compare;
+mod fetch;
 pub(crate) mod metrics;
 mod plots;
 mod published;

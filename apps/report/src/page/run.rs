@@ -5,7 +5,7 @@ use serde_json::json;
 
 use super::metrics::{self, Metric, find};
 use super::plots::{self, Named};
-use super::{facts, page, table, verdict};
+use super::{facts, fetch, page, table, verdict};
 use crate::error::ReportError;
 use crate::human;
 use crate::run::{Ending, Event, Run};
@@ -17,7 +17,7 @@ use crate::run::{Ending, Event, Run};
 pub fn run(run: &Run) -> Result<String, ReportError> {
     let metrics = metrics::of(run);
     let verdict = verdict::of(run, &metrics);
-    let runs = [Named { name: "", run }];
+    let plots = plots::all(&[Named { name: "", run }])?;
     let content = html! {
         header class=(verdict.mood.class()) {
             p.kind {
@@ -28,10 +28,11 @@ pub fn run(run: &Run) -> Result<String, ReportError> {
             @for sentence in &verdict.sentences { p { (sentence) } }
         }
         (tiles(run, &metrics))
-        section {
-            h2 { "Plots" }
-            div.plots {
-                (plots::all(&runs)?)
+        // A destination's record has nothing to plot.
+        @if !plots.0.is_empty() {
+            section {
+                h2 { "Plots" }
+                div.plots { (plots) }
             }
         }
         @if !run.rounds.is_empty() {
@@ -40,6 +41,7 @@ pub fn run(run: &Run) -> Result<String, ReportError> {
                 (table::rounds(&run.rounds))
             }
         }
+        @if let Some(section) = fetch::section(run) { (section) }
         @if !run.events.is_empty() {
             section {
                 h2 { "Events" }
@@ -150,6 +152,7 @@ fn machine_readable(run: &Run, metrics: &[Metric], headline: &str) -> serde_json
         Ending::Moved => "moved",
         Ending::Failed(failure) if failure.is_in_doubt() => "in-doubt",
         Ending::Failed(failure) if run.has_unknown_owner(failure) => "unknown",
+        Ending::Failed(failure) if run.has_lost_pages(failure) => "lost",
         Ending::Failed(_) => "stayed",
         Ending::Unknown => "unknown",
     };

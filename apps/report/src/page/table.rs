@@ -7,7 +7,7 @@ use crate::human;
 use crate::run::{Number, Round};
 
 /// A column: its heading, whether its cells are numbers, and the cell of a row.
-type Column<'a, T> = (&'a str, bool, &'a dyn Fn(&T) -> String);
+pub type Column<'a, T> = (&'a str, bool, &'a dyn Fn(&T) -> String);
 
 /// Makes a table.
 pub fn table<T>(caption: &str, columns: &[Column<'_, T>], rows: &[T]) -> Markup {

@@ -64,6 +64,14 @@ pub fn of(run: &Run, metrics: &[Metric]) -> Verdict {
                     .to_owned(),
             ],
         },
+        Ending::Failed(failure) if run.has_lost_pages(failure) => Verdict {
+            mood: Mood::Bad,
+            headline: format!(
+                "{} is lost: it ran at the destination and lacked pages",
+                run.guest()
+            ),
+            sentences: vec![failure.message.clone()],
+        },
         Ending::Failed(failure) => {
             let exit = failure.exit.map(|exit| format!(", exit status {exit}")).unwrap_or_default();
             Verdict {
@@ -279,6 +287,16 @@ mod tests {
                 "it was resumed"
             );
         }
+    }
+
+    #[test]
+    fn verdict_of_lost_pages_does_not_say_that_the_guest_stayed() {
+        let failure = Failure { code: "corrupt".into(), ..Failure::default() };
+        let mut run = Run { ending: Ending::Failed(failure), ..web() };
+        assert!(verdict(&run).headline.starts_with("web stayed at the source"), "not yet served");
+        let name = "serving".to_owned();
+        run.events.push(Event { at_ms: None, is_about: false, name, text: String::new() });
+        assert!(verdict(&run).headline.starts_with("web is lost: it ran at the destination"));
     }
 
     /// Advice is outdated if a later forecast converged.

@@ -89,11 +89,28 @@ pub fn sentence(event: &Map<String, Value>) -> String {
             human::count(number("pages"))
         ),
         "post-copy-unavailable" => format!("no post-copy: {}", text("why")),
-        "serving" => format!(
+        "serving" if event.contains_key("pages") => format!(
             "the guest runs at the destination, and fetches {} pages from here: keep both hosts \
              running",
             human::count(number("pages"))
         ),
+        "serving-failed" => {
+            format!("pages that the guest lacks can't be sent for now: {}", text("reason"))
+        }
+        "accepted" => format!(
+            "{} announced: {} over {} channels",
+            text("name"),
+            human::memory(number("memory_bytes")),
+            number("lanes")
+        ),
+        "running" => "the guest runs at the destination".to_owned(),
+        "fetching" => format!(
+            "{} of its pages are still at the source, and are fetched while it runs",
+            human::count(number("pages"))
+        ),
+        "fetched" => "every page has arrived: the source is not needed any more".to_owned(),
+        "fetching-failed" => format!("fetching pages: {}", text("reason")),
+        "received" => "the destination has the guest".to_owned(),
         "ready" => "the destination is ready".to_owned(),
         "committed" => {
             "committed: the source cannot resume the guest without the destination's consent"
@@ -182,6 +199,13 @@ mod tests {
                     "protocol":2,"destination":{"vmferry":"0.1.0","vmm":"QEMU 10.0.2"}}"#,
                 "connected, round trip 0.20 ms, protocol 2, to vmferry 0.1.0, QEMU 10.0.2",
             ),
+            (
+                r#"{"event":"serving","pages":1335}"#,
+                "the guest runs at the destination, and fetches 1,335 pages from here: keep both \
+                 hosts running",
+            ),
+            // A VMM that answers on its control socket.
+            (r#"{"event":"serving","name":"web","pid":7}"#, "serving: name web, pid 7"),
             (r#"{"event":"newer","run":"x","what":[1],"how":"so"}"#, "newer: what [1], how so"),
             (r#"{"event":"failed"}"#, "failed: no reason given"),
         ];

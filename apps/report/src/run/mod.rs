@@ -8,8 +8,8 @@ use serde::Deserialize;
 pub use events::sentence;
 pub(crate) use read::{of_object, read};
 pub use vmferry_api::{
-    RecordedDowntime as Downtime, RecordedPages as Encoded, RecordedRound as Round,
-    RecordedSource as Stats,
+    RecordedDowntime as Downtime, RecordedFetch as Fetch, RecordedPages as Encoded,
+    RecordedRound as Round, RecordedSource as Stats,
 };
 
 /// A number that may be missing.
@@ -43,7 +43,11 @@ pub struct Run {
     pub ending: Ending,
     /// The statistics, if they were recorded.
     pub stats: Stats,
-    /// CPU seconds of the destination's engine. Only demos have it.
+    /// How missing pages were fetched with post-copy. Only a destination's record has it.
+    pub fetch: Option<Fetch>,
+    /// Pages that were still missing at the last progress of the fetch.
+    pub remaining_pages: Number,
+    /// CPU seconds of the destination's engine. Demos and destinations' records have it.
     pub destination_cpu_s: Number,
     /// Whether the file ends within a line, because the writer was killed or is still writing.
     pub cut_off: bool,
@@ -175,6 +179,13 @@ impl Run {
         self.started.limits.downtime_limit_ms.or_else(forecast)
     }
 
+    /// Pages that were missing when the guest started at the destination; `None` without post-copy.
+    #[must_use]
+    pub fn missing_pages(&self) -> Number {
+        let fetched = self.fetch.as_ref().and_then(|fetch| fetch.missing_pages);
+        fetched.or(self.stats.missing_pages).filter(|pages| *pages > 0.0)
+    }
+
     /// The advice of the last forecast.
     #[must_use]
     pub fn advice(&self) -> Option<&str> {
@@ -187,6 +198,12 @@ impl Run {
     pub fn has_unknown_owner(&self, failure: &Failure) -> bool {
         let lost = matches!(failure.code.as_str(), "" | "internal" | "not-answering");
         lost && !self.events.iter().any(|event| event.name == "resumed")
+    }
+
+    /// Whether pages of the guest were lost after it had started at the destination.
+    #[must_use]
+    pub fn has_lost_pages(&self, failure: &Failure) -> bool {
+        failure.code == "corrupt" && self.events.iter().any(|event| event.name == "serving")
     }
 
     /// The start and end of each round in milliseconds since the start, from the durations of the

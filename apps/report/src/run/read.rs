@@ -7,7 +7,7 @@ use time::OffsetDateTime;
 use time::format_description::well_known::Rfc3339;
 
 use super::events::sentence;
-use super::{Ending, Event, Failure, Round, Run, Sample, Stats};
+use super::{Ending, Event, Failure, Fetch, Round, Run, Sample, Stats};
 use crate::error::ReportError;
 
 /// Interval of progress events that have no time.
@@ -106,7 +106,28 @@ impl Reader {
                 self.sample(&line, elapsed);
                 return Ok(());
             }
+            "fetch-progress" => {
+                self.run.fetch = Some(parse(&line)?);
+                self.run.remaining_pages = line.get("remaining_pages").and_then(Value::as_f64);
+                return Ok(());
+            }
             "started" => self.run.started = parse(&line)?,
+            "accepted" => {
+                let name = line.get("name").and_then(Value::as_str);
+                self.run.started.guest = name.map(str::to_owned);
+                self.run.started.memory_bytes = line.get("memory_bytes").and_then(Value::as_f64);
+            }
+            // Of the source and of the destination.
+            "serving" | "fetching" if line.contains_key("pages") => {
+                self.run.stats.missing_pages = line.get("pages").and_then(Value::as_f64);
+            }
+            "received" => {
+                let name = line.get("guest").and_then(|guest| guest.get("name")?.as_str());
+                let guest = &mut self.run.started.guest;
+                *guest = guest.take().or_else(|| name.map(str::to_owned));
+                let stats = line.get("stats").unwrap_or(&Value::Null);
+                self.received(stats)?;
+            }
             "connected" => {
                 self.run.round_trip_ms = line.get("round_trip_ms").and_then(Value::as_f64);
             }
@@ -129,6 +150,20 @@ impl Reader {
         self.times.push(time);
         self.elapsed.push(elapsed);
         self.sampled.push(self.run.samples.last().map(|sample| sample.at_ms));
+        Ok(())
+    }
+
+    /// Handles the statistics of a destination, whose record goes on with the guest's end.
+    fn received(&mut self, stats: &Value) -> Result<(), String> {
+        let fetch = stats.get("fetch").filter(|fetch| !fetch.is_null());
+        if let Some(fetch) = fetch {
+            let fetch = Fetch::deserialize(fetch).map_err(|error| error.to_string())?;
+            (self.run.fetch, self.run.remaining_pages) = (Some(fetch), None);
+        }
+        self.run.destination_cpu_s = stats.get("engine_cpu_s").and_then(Value::as_f64);
+        if !self.ended {
+            self.run.ending = Ending::Moved;
+        }
         Ok(())
     }
 

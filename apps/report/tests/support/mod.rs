@@ -126,6 +126,33 @@ pub fn failed(guest: &str) -> Vec<Value> {
     lines
 }
 
+/// What `receive --json` prints for a guest that fetches pages while it runs.
+pub fn destination(guest: &str) -> Vec<Value> {
+    let stats = json!({
+        "missing_pages": 4096, "fault_pages": 512, "background_pages": 3584, "again_pages": 0,
+        "faults": 700, "zero_faults": 188, "fetch_ms": 2345.6, "waited_ms": 654.3,
+        "wait_mean_us": 1278.0, "wait_p50_us": 950, "wait_p99_us": 7300, "wait_max_us": 45_678,
+        "reconnections": 1, "link_down_ms": 321.0,
+    });
+    let mut progress = stats.clone();
+    progress["event"] = "fetch-progress".into();
+    progress["remaining_pages"] = 1000.into();
+    let mut lines = vec![
+        json!({ "event": "accepted", "name": guest, "memory_bytes": 1_u64 << 28, "lanes": 2 }),
+        json!({ "event": "ready" }),
+        json!({ "event": "running" }),
+        json!({ "event": "fetching", "pages": 4096 }),
+        progress,
+        json!({ "event": "fetched" }),
+        json!({ "event": "received", "stats": { "fetch": stats, "engine_cpu_s": 0.5 } }),
+        json!({ "event": "serving", "name": guest, "pid": 7 }),
+    ];
+    for line in &mut lines {
+        line["run"] = "05050505-0505-0505-0505-050505050505".into();
+    }
+    lines
+}
+
 /// Results of a benchmark with published figures.
 pub fn benchmark() -> bench::Results {
     let row = |value: Value| value.as_object().unwrap().clone();

@@ -193,6 +193,7 @@ fn check_all(socket: &Path) -> Result<(Report, bool), Failure> {
         if all || now.corruptions > 0 || Instant::now() > deadline {
             return Ok((now, all));
         }
+        // The guest notifies nobody of its report.
         std::thread::sleep(POLL_INTERVAL);
     }
 }
@@ -205,6 +206,7 @@ fn wait_for(socket: &Path, what: &str, wanted: impl Fn(&Report) -> bool) -> Resu
             let text = format!("the guest did not {what} within {} s", GUEST_TIMEOUT.as_secs());
             return Err(Failure::new(Code::Corrupt, text));
         }
+        // The guest notifies nobody of its report.
         std::thread::sleep(POLL_INTERVAL);
     }
     Ok(())

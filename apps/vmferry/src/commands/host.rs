@@ -5,6 +5,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use vmferry::destination::FetchHandle;
 use vmferry_control::{Directories, Server, ServerError};
 use vmferry_microvm::SharedMachine;
 use vmferry_microvm::service::{End, GuestService, peak_rss_bytes};
@@ -30,9 +31,11 @@ pub fn ending() -> Ending {
     channel()
 }
 
-/// Serves the guest's control socket until the guest ends.
+/// Serves the guest's control socket until the guest ends. A guest with `fetch` lacks pages. It
+/// does not end before the last one has arrived: the source keeps its memory until then.
 pub fn host(
     machine: &SharedMachine,
+    fetch: Option<FetchHandle>,
     directory: &Directories,
     (ended, is_over): Ending,
     output: &Output,
@@ -41,7 +44,11 @@ pub fn host(
         let machine = machine.lock();
         machine.config().identity.name.clone()
     };
-    let service = Arc::new(GuestService::new(Arc::clone(machine), directory.journals(), ended));
+    let service = GuestService::new(Arc::clone(machine), directory.journals(), ended);
+    let service = Arc::new(match fetch.clone() {
+        Some(fetch) => service.fetching(fetch),
+        None => service,
+    });
     let server = bind(directory, &name, &service)?;
     let status = service.status().map_err(|error| Failure::of(Code::Internal, error))?;
     let serving = json!({
@@ -59,9 +66,13 @@ pub fn host(
             server.path().display()
         )
     });
-    let mut warned = 0;
+    let (mut warned, mut ordered) = (0, None);
     let end = loop {
-        let end = is_over.recv_timeout(POLL_PERIOD);
+        match is_over.recv_timeout(POLL_PERIOD) {
+            Ok(end) => ordered = Some(end),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => ordered = Some(End::Quit),
+        }
         let (crash, balloon) = {
             let machine = machine.lock();
             (machine.crash(), machine.balloon())
@@ -73,15 +84,15 @@ pub fn host(
             output.event(&event, || format!("{name}: its balloon's driver: {warning}"));
         }
         warned = warnings.len();
-        match end {
-            Ok(end) => break end,
-            Err(RecvTimeoutError::Timeout) => {
-                if let Some(crash) = crash {
-                    let text = format!("the guest {name} has crashed: {crash}");
-                    return Err(Failure::new(Code::Corrupt, text));
-                }
-            }
-            Err(RecvTimeoutError::Disconnected) => break End::Quit,
+        if fetch.as_ref().is_some_and(|fetch| fetch.progress().is_some()) {
+            continue;
+        }
+        if let Some(end) = ordered {
+            break end;
+        }
+        if let Some(crash) = crash {
+            let text = format!("the guest {name} has crashed: {crash}");
+            return Err(Failure::new(Code::Corrupt, text));
         }
     };
     if end == End::Quit {

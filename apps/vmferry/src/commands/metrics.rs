@@ -1,5 +1,7 @@
 //! `vmferry metrics`: metrics of this host's guests and migrations in Prometheus's text format.
 
+mod measures;
+
 use std::convert::Infallible;
 use std::net::TcpListener;
 use std::sync::Arc;
@@ -14,11 +16,12 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use prometheus_client::encoding::{EncodeLabelSet, text::encode};
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
-use prometheus_client::registry::{Registry, Unit};
-use serde_json::{Value, json};
+use prometheus_client::registry::Registry;
+use serde_json::json;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use vmferry_handover::journal::{self, Side, Verdict};
 
+use self::measures::measures;
 use super::directories;
 use super::status::ask_all;
 use crate::args::MetricsOptions;
@@ -140,89 +143,6 @@ struct Sessions {
     verdict: &'static str,
 }
 
-/// A metric of a guest's status. Metrics of a migration exist only while it runs.
-struct Measure {
-    name: &'static str,
-    help: &'static str,
-    unit: Option<Unit>,
-    read: fn(&Value) -> Option<f64>,
-}
-
-/// 1 for true, 0 for false.
-fn truth(value: &Value) -> Option<f64> {
-    value.as_bool().map(|so| f64::from(u8::from(so)))
-}
-
-fn measures() -> Vec<Measure> {
-    let measure = |name, help, unit, read| Measure { name, help, unit, read };
-    vec![
-        measure("guest_answers", "Whether the guest's VMM answers", None, |it| {
-            Some(f64::from(u8::from(it["pid"].is_number())))
-        }),
-        measure("guest_running", "Whether the guest runs", None, |it| {
-            it["phase"].as_str().map(|phase| f64::from(u8::from(phase == "running")))
-        }),
-        measure("guest_memory", "Memory of the guest", Some(Unit::Bytes), |it| {
-            it["memory_bytes"].as_f64()
-        }),
-        measure("guest_vcpus", "vCPUs of the guest", None, |it| it["vcpus"].as_f64()),
-        measure("migration_active", "Whether a migration of the guest runs", None, |it| {
-            it["pid"].is_number().then(|| f64::from(u8::from(it["migration"].is_object())))
-        }),
-        measure("migration_in_doubt", "Whether its handover is in doubt", None, |it| {
-            truth(&it["migration"]["in_doubt"])
-        }),
-        measure("migration_held", "Whether it waits for `vmferry switch-over`", None, |it| {
-            truth(&it["migration"]["held"])
-        }),
-        measure("migration_elapsed", "Time since it began", Some(Unit::Seconds), |it| {
-            Some(it["migration"]["elapsed_ms"].as_f64()? / 1e3)
-        }),
-        measure("migration_round", "Number of the current round", None, |it| {
-            it["migration"]["round"].as_f64()
-        }),
-        measure("migration_sent", "Sent on the data channels so far", Some(Unit::Bytes), |it| {
-            it["migration"]["sent_bytes"].as_f64()
-        }),
-        measure(
-            "migration_remaining",
-            "Pages of the round that were not sent yet",
-            Some(Unit::Bytes),
-            |it| {
-                let pages = |name: &str| it["migration"][name].as_f64();
-                Some(
-                    (pages("round_pages")? - pages("round_sent_pages")?)
-                        * vmferry_memory::PAGE_SIZE as f64,
-                )
-            },
-        ),
-        measure(
-            "migration_dirty_rate",
-            "Rate at which the guest dirties pages, bytes per second",
-            None,
-            |it| it["migration"]["forecast"]["dirty_bytes_per_s"].as_f64(),
-        ),
-        measure(
-            "migration_link_rate",
-            "Rate at which the link carries such pages, bytes per second",
-            None,
-            |it| it["migration"]["forecast"]["link_bytes_per_s"].as_f64(),
-        ),
-        measure(
-            "migration_predicted_downtime",
-            "Predicted downtime of a switchover now",
-            Some(Unit::Seconds),
-            |it| Some(it["migration"]["forecast"]["predicted_downtime_ms"].as_f64()? / 1e3),
-        ),
-        measure(
-            "migration_downtime_limit",
-            "Longest accepted downtime",
-            Some(Unit::Seconds),
-            |it| Some(it["migration"]["forecast"]["downtime_limit_ms"].as_f64()? / 1e3),
-        ),
-    ]
-}
-
 /// The journal's verdict on a session, as a label.
 fn verdict_name(verdict: Verdict) -> &'static str {
     match verdict {
@@ -267,29 +187,4 @@ fn text() -> Result<String, Failure> {
     let mut text = String::new();
     encode(&mut text, &registry).map_err(|error| Failure::of(Code::Internal, error))?;
     Ok(text)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn migration_metrics_exist_only_during_a_migration() {
-        let status = json!({
-            "name": "web", "pid": 7, "phase": "running", "memory_bytes": 4096, "migration": null,
-        });
-        let read = |wanted: &str, status: &Value| {
-            measures().into_iter().find(|it| it.name == wanted).and_then(|it| (it.read)(status))
-        };
-        assert_eq!(read("guest_running", &status), Some(1.0));
-        assert_eq!(read("migration_active", &status), Some(0.0));
-        assert_eq!(read("migration_round", &status), None);
-        let silent = json!({ "name": "web", "phase": "not answering" });
-        assert_eq!(read("guest_answers", &silent), Some(0.0));
-        assert_eq!(read("migration_active", &silent), None);
-        let migrating = json!({
-            "pid": 7, "migration": { "round": 2, "round_pages": 10, "round_sent_pages": 4 },
-        });
-        assert_eq!(read("migration_remaining", &migrating), Some(6.0 * 4096.0));
-    }
 }

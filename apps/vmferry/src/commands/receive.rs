@@ -1,12 +1,18 @@
 //! `vmferry receive`: waits for a guest and hosts it.
 
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use parking_lot::Mutex;
 use serde_json::json;
-use vmferry::destination::{Owned, Received, Stop, receive};
+use vmferry::destination::{FetchHandle, Owned, Received, Stop, receive};
+use vmferry_control::Directories;
+use vmferry_microvm::SharedMachine;
 use vmferry_microvm::embed::IncomingMachine;
 use vmferry_microvm::service::{End, peak_rss_bytes};
 use vmferry_sandbox::{Files, Work};
 
-use super::host::{ending, host};
+use super::host::{Ending, ending, host};
 use super::prepared_directories;
 use super::reception::{announce, config, listen, tell};
 use crate::args::ReceiveOptions;
@@ -24,14 +30,14 @@ pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
     let directory = prepared_directories()?;
     let listener = listen(options, output)?;
     let config = config(options, directory.journals(), output)?;
-    let incoming = IncomingMachine {
+    let mut incoming = IncomingMachine {
         expect_name: options.expect_name.clone(),
         expect_uuid: options.expect_uuid,
         expect_memory: options.expect_memory,
         memory_kind: options.memory_kind,
         dirty_log: options.dirty_log,
         device_log: options.device_log,
-        machine: None,
+        ..IncomingMachine::default()
     };
     // The second one is for pages that a guest lacks while it runs. The system call is only for
     // faults from user mode in the sandbox.
@@ -45,17 +51,56 @@ pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
         stopping.stop();
         let _ = ended.send(End::Quit);
     })?;
+    let hosting = Arc::new(Hosting {
+        directory,
+        output: output.clone(),
+        ending: Mutex::new(Some(ending)),
+        thread: Mutex::default(),
+    });
+    let hosts = Arc::clone(&hosting);
+    incoming.on_fetch = Some(Box::new(move |machine, fetch| hosts.begin(machine, fetch)));
     announce(&listener, &restrictions, output);
     match receive(listener, incoming, &config, &stop, &mut |notice| tell(notice, output)) {
         Received::Nothing { error, .. } => Err(error.into()),
-        Received::Owns(owned) => run_received(*owned, &directory, ending, output),
+        Received::Owns(owned) => run_received(*owned, &hosting, output),
+    }
+}
+
+/// Hosts a guest once it runs, which may be before its last page has arrived.
+struct Hosting {
+    directory: Directories,
+    output: Output,
+    /// Taken when the guest is hosted.
+    ending: Mutex<Option<Ending>>,
+    /// Hosts a guest that lacked pages when it was started.
+    thread: Mutex<Option<JoinHandle<Result<(), Failure>>>>,
+}
+
+impl Hosting {
+    /// Hosts a guest that runs and lacks pages, on a thread of its own.
+    fn begin(self: &Arc<Self>, machine: SharedMachine, fetch: FetchHandle) {
+        let hosting = Arc::clone(self);
+        let hosts = move || hosting.host(&machine, Some(fetch));
+        // Without a thread it is hosted when the last page has arrived.
+        *self.thread.lock() = std::thread::Builder::new().name("host".into()).spawn(hosts).ok();
+    }
+
+    /// Hosts a guest that has all its pages, until it ends.
+    fn finish(&self, machine: &SharedMachine) -> Result<(), Failure> {
+        let Some(thread) = self.thread.lock().take() else { return self.host(machine, None) };
+        let panicked = |_| Err(Failure::new(Code::Internal, "the thread that hosts it has ended"));
+        thread.join().unwrap_or_else(panicked)
+    }
+
+    fn host(&self, machine: &SharedMachine, fetch: Option<FetchHandle>) -> Result<(), Failure> {
+        let ending = self.ending.lock().take().unwrap_or_else(ending);
+        host(machine, fetch, &self.directory, ending, &self.output)
     }
 }
 
 fn run_received(
     owned: Owned<IncomingMachine>,
-    directory: &vmferry_control::Directories,
-    ending: super::host::Ending,
+    hosting: &Hosting,
     output: &Output,
 ) -> Result<(), Failure> {
     let Owned { vm, session, guest, crash, stats, witness, .. } = owned;
@@ -75,7 +120,7 @@ fn run_received(
         return Err(Failure::new(Code::Corrupt, text));
     }
     let machine = vm.machine.ok_or_else(|| Failure::new(Code::Internal, "there is no machine"))?;
-    let hosted = host(&machine, directory, ending, output);
+    let hosted = hosting.finish(&machine);
     drop(witness);
     hosted
 }

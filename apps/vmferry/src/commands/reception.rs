@@ -7,7 +7,7 @@ use serde_json::json;
 use vmferry::DestinationConfig;
 use vmferry::config::policy::{Admission, Policy};
 use vmferry::config::{ProtocolVersions, WorkerCount};
-use vmferry::destination::{Notice, Report};
+use vmferry::destination::{FetchProgress, Notice, Report};
 use vmferry_sandbox::Restrictions;
 use vmferry_transport::{Address, Listener, PeerIdentity, RecordingSide};
 use vmferry_wire::GuestIdentity;
@@ -16,6 +16,7 @@ use super::link::{address, recorder, tls_files};
 use crate::args::ReceiveOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
+use crate::progress::fetch;
 
 /// Reports the listening address and the restrictions in force.
 pub fn announce(listener: &Listener, restrictions: &Restrictions, output: &Output) {
@@ -103,8 +104,18 @@ pub fn listen(options: &ReceiveOptions, output: &Output) -> Result<Listener, Fai
     Ok(listener)
 }
 
+/// For this long every progress of a fetch is a line for people, and then one in ten.
+const EVERY_SECOND_MS: f64 = 10e3;
+
 /// Reports an event of the reception.
 pub fn tell(notice: &Notice, output: &Output) {
+    if let Notice::Session(Report::FetchProgress(progress)) = notice {
+        let ms = progress.stats.fetch_ms;
+        if output.is_json() || ms < EVERY_SECOND_MS || ms % EVERY_SECOND_MS < 1e3 {
+            output.event(notice, || fetch_line(progress));
+        }
+        return;
+    }
     output.event(notice, || match notice {
         Notice::Session(Report::Accepted {
             name, memory_bytes, lanes, protocol, source, ..
@@ -131,8 +142,13 @@ pub fn tell(notice: &Notice, output: &Output) {
             "{pages} of its pages are still at the source, and are fetched while it runs: keep \
              both hosts running"
         ),
+        Notice::Session(Report::FetchProgress(progress)) => fetch_line(progress),
         Notice::Session(Report::Fetched) => {
             "every page has arrived: the source is not needed any more".to_owned()
+        }
+        Notice::Session(Report::GuestEnded) => {
+            "the guest has ended while it lacked pages: the source is not needed any more"
+                .to_owned()
         }
         Notice::Session(Report::FetchingFailed { reason }) => {
             format!("fetching pages: {reason}")
@@ -151,4 +167,11 @@ pub fn tell(notice: &Notice, output: &Output) {
     if matches!(notice, Notice::AttemptFailed { .. }) {
         output.end_of_run();
     }
+}
+
+/// The progress of a fetch in one line.
+fn fetch_line(progress: &FetchProgress) -> String {
+    let progress = json!(progress);
+    let link = fetch::link(&progress).map_or_else(String::new, |link| format!("; {link}"));
+    format!("the guest {}; {}{link}", fetch::needs(&progress), fetch::waits(&progress))
 }

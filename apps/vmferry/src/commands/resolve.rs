@@ -1,5 +1,6 @@
 //! `vmferry resolve`: the operator decides a handover that is in doubt.
 
+mod give_up;
 mod moved;
 mod plan;
 
@@ -32,6 +33,9 @@ enum Doubt {
 /// Gives the operator's decision to the guest's VMM, or writes it to the journals if that VMM has
 /// died. Asks for confirmation first.
 pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
+    if options.give_up {
+        return give_up::run(options, output);
+    }
     let word = if options.destination_owns {
         OperatorWord::DestinationOwns
     } else {

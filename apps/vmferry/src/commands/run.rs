@@ -41,7 +41,7 @@ pub fn run(options: &RunOptions, output: &Output) -> Result<(), Failure> {
         machine.dirty_log().map_err(machine_failure)?;
         machine.start().map_err(machine_failure)?;
     }
-    host(&machine, &directory, ending, output)
+    host(&machine, None, &directory, ending, output)
 }
 
 /// The hardware and workload of the guest.

@@ -16,7 +16,7 @@ use super::{directories, socket};
 use crate::args::StatusOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
-use crate::progress::outlook;
+use crate::progress::{fetch, outlook};
 
 /// Shows one guest, all guests, or all sessions.
 pub fn run(options: &StatusOptions, output: &Output) -> Result<(), Failure> {
@@ -124,8 +124,16 @@ fn describe(status: &Value) -> String {
     if status["watched"] == true {
         lines.push("  watched by `vmferry estimate`".to_owned());
     }
+    let fetching = &status["fetch"];
+    if !fetching.is_null() {
+        lines.push(format!("  runs here, {}", fetch::needs(fetching)));
+        lines.push(format!("  {}", fetch::waits(fetching)));
+        lines.extend(fetch::link(fetching).map(|link| format!("  {link}")));
+    }
     let migration = &status["migration"];
-    if !migration.is_null() {
+    if migration["serving"] == true {
+        lines.push(format!("  {}", fetch::serves(migration)));
+    } else if !migration.is_null() {
         lines.push(format!(
             "  migrating: {}, round {}, {} sent{}",
             if migration["held"] == true {
@@ -233,8 +241,15 @@ fn table(guests: &[Value]) -> String {
 }
 
 /// A guest's phase. A guest in doubt is paused and must not be resumed, so it gets a phase of its
-/// own.
+/// own. So does a guest that needs two hosts.
 fn phase(status: &Value) -> String {
+    if let Some(pages) = status["fetch"]["remaining_pages"].as_u64() {
+        let of = text(&status["fetch"]["source"]);
+        return format!("{}, needs {pages} pages of {of}", text(&status["phase"]));
+    }
+    if status["migration"]["serving"] == true {
+        return fetch::serves(&status["migration"]);
+    }
     if status["migration"]["in_doubt"] == true {
         return "IN DOUBT, paused".into();
     }

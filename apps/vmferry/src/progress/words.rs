@@ -37,7 +37,8 @@ pub fn describe(event: &Value) -> Option<String> {
         | "resumed"
         | "post-copy"
         | "post-copy-unavailable"
-        | "serving" => sentence,
+        | "serving"
+        | "serving-failed" => sentence,
         _ => return None,
     })
 }
@@ -46,6 +47,10 @@ pub fn describe(event: &Value) -> Option<String> {
 pub fn headline(seen: &Seen) -> String {
     let progress = &seen.progress;
     let number = |name: &str| progress[name].as_f64().unwrap_or_default();
+    if progress["serving"] == true {
+        let (serves, passed) = (super::fetch::serves(progress), number("elapsed_ms") / 1e3);
+        return format!("{} {serves}, {passed:.1} s", seen.guest);
+    }
     let phase = if progress["held"] == true {
         "held before the switchover"
     } else {
@@ -64,6 +69,9 @@ pub fn rates(seen: &Seen) -> String {
     let forecast = &seen.forecast;
     let number = |name: &str| forecast[name].as_f64().unwrap_or_default();
     let mut text = format!("{:.0} MB/s sent", seen.sent_per_s / 1e6);
+    if seen.progress["serving"] == true {
+        return text + ", keep both hosts running";
+    }
     if forecast.is_null() {
         let _ = write!(text, ", downtime limit {:.0} ms", seen.downtime_limit_ms);
         return text;
@@ -94,7 +102,7 @@ pub fn outlook(forecast: &Value) -> String {
 }
 
 /// Milliseconds in a readable unit.
-fn time(ms: f64) -> String {
+pub fn time(ms: f64) -> String {
     match ms / 1e3 {
         s if s < 1.0 => format!("{ms:.0} ms"),
         s if s < 120.0 => format!("{s:.0} s"),
@@ -167,6 +175,14 @@ mod tests {
         );
         seen.progress["held"] = true.into();
         assert!(headline(&seen).contains("held before the switchover"));
+        let serving = json!({
+            "serving": true, "destination": "tls:b:7001", "round_pages": 9, "elapsed_ms": 3000.0,
+        });
+        seen.progress = serving;
+        let text = headline(&seen);
+        let says = "web runs at tls:b:7001 and needs 9 more pages (36.0 KiB) of this host, 3.0 s";
+        assert_eq!(text, says);
+        assert_eq!(rates(&seen), "64 MB/s sent, keep both hosts running");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 
 mod clock;
 mod disk;
+mod fetching;
 mod link;
 mod memory;
 mod processes;

@@ -59,11 +59,14 @@ fn doctor_checks_this_host_and_changes_nothing() {
     let world = World::without_certificates();
     let host = host_on_disk(&world);
     let ended = doctor(&host, &[]);
-    for check in ["kvm", "userfaultfd", "ptrace", "journals", "journal-sync", "memory"] {
+    for check in ["kvm", "userfaultfd", "post-copy", "ptrace", "journals", "journal-sync", "memory"]
+    {
         let finding = found(&ended, check);
         assert!(!finding["object"].as_str().unwrap().is_empty(), "{finding}");
     }
-    assert_eq!(found(&ended, "userfaultfd")["level"], "ok");
+    for check in ["userfaultfd", "post-copy"] {
+        assert_eq!(found(&ended, check)["level"], "ok");
+    }
     let status = if ended.last()["ok"] == true { 0 } else { 17 };
     assert_eq!(ended.code, Some(status), "{ended:?}");
     let left = std::fs::read_dir(host.runtime.join("journal")).unwrap().count();

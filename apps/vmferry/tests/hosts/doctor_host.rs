@@ -51,6 +51,7 @@ fn doctor_reports_missing_userfaultfd_and_control_groups() {
         filtered.join().unwrap()
     });
     is_bad(&ended, "userfaultfd", "warning", "vm.unprivileged_userfaultfd is ");
+    is_bad(&ended, "post-copy", "note", "let this user read /dev/userfaultfd");
     let groups = found(&ended, "control-groups");
     assert_eq!(groups["level"], "note", "{groups}");
     assert!(groups["why"].as_str().unwrap().contains("Delegate=yes"), "{groups}");

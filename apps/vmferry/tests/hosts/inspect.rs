@@ -4,8 +4,12 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::support::proxy::Proxy;
 use crate::support::{World, text};
 use serde_json::Value;
+
+/// A guest that rewrites 32 MiB as fast as it can.
+const HOT: &str = "fill=16,text hot=32,random ticks";
 
 /// A side's recordings, and the events of its command about them.
 struct Side {
@@ -159,6 +163,56 @@ fn recording_ends_at_its_limit_and_the_migration_continues() {
         // The guest was announced while there was room, and handed over when there was none.
         assert!(told.contains(" BEGIN ") && told.contains(" frame "), "{told}");
         assert!(!told.contains(" FINAL ") && !told.contains(" COMMIT "), "{told}");
+    }
+}
+
+/// All channels break while the guest fetches. The source redials the fetch lanes, on which frames
+/// are numbered from 1 again, and asks on another channel.
+#[test]
+fn post_copy_over_a_broken_link_is_recorded_completely() {
+    let world = World::new();
+    let (a, b) = (world.host("a"), world.host("b"));
+    let guest = ["--guest", "process", "--memory", "64M", "--workload", HOT];
+    let vmm = a.guest("web", &guest);
+    let [here, there] = [world.path("source-record"), world.path("destination-record")];
+    let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--once", "--record", text(&there)];
+    let (mut next, address) = b.receive(&listen);
+    let proxy = Proxy::holding(&address, "127.0.0.1", None);
+    let send = ["send", "web", "--plain", "--to", &proxy.address, "--record", text(&here)];
+    let limits = ["--max-bandwidth", "4M", "--post-copy", "now", "--downtime-limit", "5ms"];
+    let mut sending = a.start(&[&send[..], &limits].concat());
+    sending.event("serving");
+    proxy.cut();
+    sending.event("link-lost");
+    proxy.heal();
+    sending.event("link-restored");
+    a.run(&["set", "web", "--max-bandwidth", "none"]).exited(0);
+    sending.finish().exited(0);
+    vmm.finish().exited(0);
+    next.event("serving");
+    b.run(&["quit", "web"]).exited(0);
+    next.finish();
+    for directory in [here, there] {
+        let files = files(&directory);
+        let (code, told) = inspect(&["--pages"], &files);
+        assert_eq!(code, Some(0), "{told}");
+        for wanted in [
+            " LACKING ",
+            " post_copy=true",
+            " section ",
+            " request ",
+            r#" offer={"first":2,"faults":2,"background":2}"#,
+            " word=fetching",
+        ] {
+            assert!(told.contains(wanted), "{wanted} is not in what {directory:?} holds");
+        }
+        // The last page may arrive before the question.
+        assert!(told.contains(" RUNNING ") || told.contains(" word=owns"), "{directory:?}");
+        let redialed = |line: &str| line.contains(" role=data ") && !line.ends_with(" attempt=0");
+        assert!(told.lines().any(redialed), "{directory:?}");
+        // A lost channel may end within a record.
+        let ends = told.lines().filter(|line| line.contains(": recorded channel, ")).count();
+        assert_eq!(ends, files.len());
     }
 }
 

@@ -27,7 +27,7 @@ fn scene() -> Scene {
 }
 
 /// Checks the value against a schema of the API.
-fn fits(schema: &str, value: &Value) {
+pub fn fits(schema: &str, value: &Value) {
     let document: Value = serde_json::from_str(vmferry_control::OPENAPI).unwrap();
     let mut wanted = json!({ "$ref": format!("#/components/schemas/{schema}") });
     wanted["components"] = document["components"].clone();

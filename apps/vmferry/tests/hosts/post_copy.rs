@@ -1,10 +1,11 @@
 //! Post-copy between the command's processes: on KVM and of threads, with every kind of memory,
 //! over TLS, in the sandbox, and with links that break.
 
-use vmferry_kit::need_kvm;
+use vmferry_kit::{HugePages, need_kvm};
 
+use crate::live::fits;
 use crate::support::proxy::Proxy;
-use crate::support::{Running, World};
+use crate::support::{Host, Running, World, run_ok, text};
 use serde_json::Value;
 
 /// A guest that rewrites 32 MiB as fast as it can.
@@ -31,6 +32,8 @@ fn fetched(sent: &Value, destination: &mut Running) -> Value {
 
 /// Moves a hot guest there and back, each time with post-copy, and checks its whole memory.
 fn move_there_and_back(guest: &str, kind: &str) {
+    // Two guests of 64 MiB: one at each host.
+    let _pool = (kind == "hugetlb").then(|| HugePages::reserve(2 * 32));
     let world = World::new();
     let tls = world.tls();
     let (a, b) = (world.host("a"), world.host("b"));
@@ -54,7 +57,7 @@ fn move_there_and_back(guest: &str, kind: &str) {
 
 #[test]
 fn guest_of_threads_fetches_its_pages_into_every_kind_of_memory() {
-    for kind in ["private", "memfd", "thp"] {
+    for kind in ["private", "memfd", "thp", "hugetlb"] {
         move_there_and_back("process", kind);
     }
 }
@@ -62,7 +65,7 @@ fn guest_of_threads_fetches_its_pages_into_every_kind_of_memory() {
 #[test]
 fn guest_on_kvm_fetches_its_pages_into_every_kind_of_memory() {
     need_kvm();
-    for kind in ["private", "memfd", "thp"] {
+    for kind in ["private", "memfd", "thp", "hugetlb"] {
         move_there_and_back("kvm", kind);
     }
 }
@@ -76,7 +79,7 @@ fn user_moves_a_stuck_guest_with_post_copy() {
     let _vmm = a.guest("web", &flags);
     let listen = format!("unix:{}", world.path("in.sock").display());
     let (mut destination, address) = b.receive(&["--listen", &listen]);
-    let cap = ["--max-bandwidth", "64M", "--downtime-limit", "5ms", "--max-rounds", "10000"];
+    let cap = ["--max-bandwidth", "4M", "--downtime-limit", "100ms", "--max-rounds", "10000"];
     let send = ["send", "web", "--to", &address];
     let mut sending = a.start(&[&send[..], &cap].concat());
     sending.event_where(|event| event["event"] == "round-done" && event["round"] == 2);
@@ -125,7 +128,7 @@ fn guest_that_can_not_fetch_stays() {
     let listen = format!("unix:{}", world.path("in.sock").display());
     let (_destination, address) = b.receive(&["--listen", &listen]);
     let send = ["send", "web", "--to", &address];
-    let refused = "can't be moved with post-copy: the destination does not support it";
+    let refused = "can't be moved with post-copy: the destination: it has a balloon";
     a.run(&[&send[..], &["--post-copy", "now"]].concat()).failed(6, refused);
     let verified = ["--post-copy", "now", "--verify"];
     a.run(&[&send[..], &verified].concat()).failed(6, "both memories are to be compared");
@@ -134,4 +137,112 @@ fn guest_that_can_not_fetch_stays() {
     let sent = a.run(&[&send[..], &auto].concat()).exited(0);
     assert_eq!(sent.last()["missing_pages"], 0);
     b.check_guest("web");
+}
+
+/// The guest has died with its destination. Its source keeps the memory until the operator gives
+/// the guest up, which is explained first.
+#[test]
+fn guest_whose_destination_is_lost_is_given_up() {
+    let world = World::new();
+    let (a, b) = (world.host("a"), world.host("b"));
+    let flags = ["--guest", "process", "--memory", "64M", "--workload", HOT];
+    let mut vmm = a.guest("web", &flags);
+    let (mut destination, address) = b.receive(&["--listen", "tcp:127.0.0.1:0", "--plain"]);
+    let give_up = ["resolve", "web", "--give-up"];
+    a.run(&give_up).failed(9, "no other host needs pages of web");
+    let limits = ["--max-bandwidth", "4M", "--post-copy", "now", "--downtime-limit", "5ms"];
+    let mut sending =
+        a.start(&[&["send", "web", "--plain", "--to", &address], &limits[..]].concat());
+    sending.event("serving");
+    destination.event("fetching");
+    destination.kill();
+    sending.event("link-lost");
+    a.run(&["resolve", "web", "--destination-owns", "--yes"]).failed(9, "not in doubt");
+    a.run(&give_up).failed(2, "everything in its memory is gone");
+    a.run(&[&give_up[..], &["--yes"]].concat()).exited(0);
+    vmm.finish_by_ref();
+    a.run(&give_up).failed(9, "no other host needs pages of web");
+}
+
+/// `vmferry status web`, as people see it.
+fn in_words(host: &Host) -> String {
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_vmferry"));
+    command.args(["status", "web"]).env("VMFERRY_RUNTIME_DIR", &host.runtime);
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// The value of a metric of guest web, if it is exported.
+fn metric(host: &Host, name: &str) -> Option<f64> {
+    let metrics = run_ok(host, &["metrics"]);
+    let metrics = metrics["metrics"].as_str().unwrap();
+    let line = metrics.lines().find(|line| line.starts_with(&format!("vmferry_{name}{{")))?;
+    Some(line.rsplit(' ').next().unwrap().parse().unwrap())
+}
+
+/// The page that `vmferry report` makes of a record.
+fn report(host: &Host, record: &str) -> String {
+    let page = format!("{record}.html");
+    run_ok(host, &["report", record, "-o", &page]);
+    std::fs::read_to_string(page).unwrap()
+}
+
+/// Both hosts show a fetch and a lost link, and the guest is not sent on before its end.
+#[test]
+fn fetch_is_seen_on_both_hosts_and_no_second_hop_begins() {
+    let world = World::new();
+    let (a, b) = (world.host("a"), world.host("b"));
+    // Slow enough that its faults, which the cap does not delay, do not fetch everything at once.
+    let slow = "fill=16,text hot=32,random,rate=1000 ticks";
+    let flags = ["--guest", "process", "--memory", "64M", "--workload", slow];
+    let _vmm = a.guest("web", &flags);
+    let (mut destination, address) = b.receive(&["--listen", "tcp:127.0.0.1:0", "--plain"]);
+    let proxy = Proxy::holding(&address, "127.0.0.1", None);
+    let limits = ["--max-bandwidth", "4M", "--post-copy", "now", "--downtime-limit", "5ms"];
+    let record = text(&world.path("run.json")).to_owned();
+    let send = ["send", "web", "--plain", "--to", &proxy.address, "--save-run", &record];
+    let mut sending = a.start(&[&send[..], &limits].concat());
+    sending.event("serving");
+    proxy.cut();
+    let progress = destination.event("fetch-progress");
+    assert!(progress["remaining_pages"].as_u64() > Some(0), "{progress}");
+    let lost = b.wait_for("web", |status| {
+        let fetch = &status["fetch"];
+        fetch["link_lost_ms"].as_f64() > Some(0.0) && fetch["faults"].as_u64() > Some(0)
+    });
+    assert!(lost["fetch"]["lost_channels"].as_u64() > Some(0), "{lost}");
+    fits("Status", &lost);
+    assert_eq!(metric(&b, "fetch_active"), Some(1.0));
+    for name in ["missing_bytes", "remaining_bytes", "faults", "lost_channels"] {
+        assert!(metric(&b, &format!("fetch_{name}")) > Some(0.0), "{name}");
+    }
+    assert_eq!(metric(&a, "migration_serving"), Some(1.0));
+    assert!(metric(&a, "migration_remaining_bytes") > Some(0.0));
+    assert_eq!(metric(&a, "fetch_remaining_bytes"), None, "the source fetches nothing");
+    let words = in_words(&b);
+    assert!(words.contains("runs here, needs ") && words.contains(" faults"), "{words}");
+    assert!(words.contains("that host reconnects by itself"), "{words}");
+    let words = in_words(&a);
+    assert!(words.contains("runs at ") && words.contains("more pages"), "{words}");
+    let hop = ["send", "web", "--plain", "--to", "tcp:127.0.0.1:1"];
+    b.run(&hop).failed(7, "pages of this guest are still missing");
+    proxy.heal();
+    a.run(&["set", "web", "--max-bandwidth", "none"]).exited(0);
+    sending.finish().exited(0);
+    let fetch = destination.event("received")["stats"]["fetch"].clone();
+    assert!(fetch["reconnections"].as_u64() > Some(0), "{fetch}");
+    assert!(b.status("web")["fetch"].is_null(), "nothing is fetched any more");
+    let fetched = ["fetch_active", "fetch_remaining_bytes"].map(|name| metric(&b, name));
+    assert_eq!(fetched, [Some(0.0), None]);
+    let page = report(&a, &record);
+    assert!(page.contains("Post-copy") && page.contains("source served pages"), "{page}");
+    b.check_guest("web");
+    run_ok(&b, &["quit", "web"]);
+    let lines = destination.finish().lines;
+    let record = text(&world.path("received.json")).to_owned();
+    std::fs::write(&record, lines.iter().map(|line| format!("{line}\n")).collect::<String>())
+        .unwrap();
+    let page = report(&b, &record);
+    assert!(page.contains("web moved") && page.contains("Waits for missing pages"), "{page}");
 }

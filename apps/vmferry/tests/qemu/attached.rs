@@ -51,7 +51,7 @@ fn guest_moves_there_and_back_and_into_a_started_qemu() {
         receiving.finish().exited(0);
         let mut monitor = Qmp::connect(&qmp).unwrap();
         assert_eq!(monitor.execute("query-status", json!({})).unwrap()["status"], "running");
-        monitor.execute("quit", json!({})).unwrap();
+        monitor.quit().unwrap();
         started.finish().exited(0);
     }
 }

@@ -129,6 +129,6 @@ fn qemu_in_another_pid_namespace_is_carried_and_its_end_noticed() {
     assert!(scene.here.child.wait().unwrap().success(), "the source's QEMU has exited regularly");
     again.check_guest();
     // Only the socket can tell the receiver.
-    let _ = Qmp::connect(&again.qmp).unwrap().execute("quit", serde_json::json!({}));
+    let _ = Qmp::connect(&again.qmp).unwrap().quit();
     receiving.finish().exited(0);
 }

@@ -17,6 +17,7 @@ mod network;
 mod outlives;
 mod output;
 mod pauses;
+mod post_copy;
 mod sandbox;
 #[path = "../support/mod.rs"]
 mod support;

@@ -211,7 +211,7 @@ fn exec_receiver_leaves_its_guest_to_the_next_on_sigterm() {
         other.signal(Signal::TERM);
         other.finish().exited(11);
         // The guest ends, and so does the wait.
-        Qmp::connect(&qmp).unwrap().execute("quit", json!({})).unwrap();
+        Qmp::connect(&qmp).unwrap().quit().unwrap();
         next.finish().exited(0);
     });
 }

@@ -139,7 +139,7 @@ fn qemu_output_is_printed_after_the_receiver_ended() {
     received.prints("first-word");
     received.receiving.kill();
     received.prints("second-word");
-    received.monitor.execute("quit", json!({})).unwrap();
+    received.monitor.quit().unwrap();
     // Neither is a child of this process, so the test waits for them by number.
     let _ = vmferry_qemu::wait_for_end(received.starter);
     let _ = vmferry_qemu::wait_for_end(received.qemu);

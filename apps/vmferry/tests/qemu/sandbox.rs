@@ -90,7 +90,7 @@ fn starter_starts_qemu_for_every_attempt() {
         let mut monitor = Qmp::connect(qmp.as_ref()).unwrap();
         let status = monitor.execute("query-status", json!({})).unwrap();
         assert_eq!(status["status"], "running");
-        monitor.execute("quit", json!({})).unwrap();
+        monitor.quit().unwrap();
         let ended = receiving.finish();
         assert_eq!(ended.code, Some(0), "{way:?}: {ended:?}");
     }
@@ -116,7 +116,7 @@ fn ending_exec_receiver_ends_a_qemu_without_a_guest() {
     for socket in qmp.filter(|path| path.extension().is_some_and(|end| end == "qmp")) {
         if let Ok(mut monitor) = Qmp::connect(&socket) {
             // It may end before its answer is read.
-            let _ = monitor.execute("quit", json!({}));
+            let _ = monitor.quit();
         }
     }
 }

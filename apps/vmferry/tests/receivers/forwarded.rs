@@ -132,5 +132,5 @@ fn guest_moves_with_its_disk_over_rules_while_links_break() {
     of_there.execute("nbd-server-stop", json!({}));
     of_there.execute("cont", json!({}));
     check(&mut there);
-    of_here.execute("quit", json!({}));
+    here.quit(of_here);
 }

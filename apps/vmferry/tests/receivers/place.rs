@@ -180,7 +180,7 @@ impl Arrived {
 
     /// Ends its QEMU.
     pub fn quit(&self) {
-        Qmp::connect(&self.qmp).unwrap().execute("quit", serde_json::json!({})).unwrap();
+        Qmp::connect(&self.qmp).unwrap().quit().unwrap();
     }
 }
 

@@ -10,6 +10,7 @@ pub mod outcomes;
 pub mod proxy;
 pub mod scene;
 pub mod stops;
+pub mod strikes;
 pub mod traces;
 pub mod trial;
 
@@ -24,6 +25,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
+use vmferry_kit::Exclusive;
 use vmferry_microvm::report::Report;
 
 /// A phase of a migration, by the source's events. The rounds are slow enough to be hit.
@@ -262,9 +264,8 @@ pub fn in_parallel<T: Send>(cases: Vec<T>, run: impl Fn(T) + Sync) {
 
 /// Runs `at_once` cases at a time, in the given order. The first failure fails all.
 pub fn several_at_once<T: Send>(at_once: usize, cases: Vec<T>, run: impl Fn(T) + Sync) {
-    /// Two matrices at a time would compete for the processors.
-    static ONE_MATRIX: Mutex<()> = Mutex::new(());
-    let _alone = (cases.len() > 1).then(|| ONE_MATRIX.lock());
+    // Two matrices at a time would compete for the processors.
+    let _alone = (cases.len() > 1).then(|| Exclusive::lock("matrix"));
     let left = Mutex::new(cases.into_iter());
     std::thread::scope(|scope| {
         for _ in 0..at_once {

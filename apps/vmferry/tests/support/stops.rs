@@ -45,7 +45,11 @@ impl Who {
 
 /// The guardian of a running sender.
 pub fn guardian(send: &Running) -> u32 {
-    let sender = send.child.id();
+    guardian_of(send.child.id())
+}
+
+/// The guardian of a running sender, by its process ID.
+pub fn guardian_of(sender: u32) -> u32 {
     let children = std::fs::read_to_string(format!("/proc/{sender}/task/{sender}/children"));
     children.unwrap().trim().parse().expect("a sender has one child")
 }

@@ -63,6 +63,7 @@ fn all() -> Vec<Request> {
         Request::SwitchOver,
         Request::Resolve { word: OperatorWord::DestinationOwns },
         Request::Resolve { word: OperatorWord::SourceResumes },
+        Request::GiveUp,
     ]
 }
 

@@ -127,7 +127,9 @@ impl SourceConfig {
     }
 
     /// The lanes on which the destination would fetch pages with post-copy.
-    pub(crate) fn fetch_lanes(&self) -> FetchLanes {
+    #[doc(hidden)]
+    #[must_use]
+    pub fn fetch_lanes(&self) -> FetchLanes {
         FetchLanes { faults: FAULT_LANES, background: self.channels.get() }
     }
 

@@ -2,8 +2,10 @@
 
 pub mod fetch;
 pub(crate) mod lane_channel;
+pub(crate) mod late_lanes;
 pub(crate) mod memory_lanes;
 pub mod missing;
 pub mod place;
 pub(crate) mod stream_lanes;
 pub(crate) mod target;
+pub(crate) mod tunnel_lanes;

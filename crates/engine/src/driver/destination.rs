@@ -3,6 +3,7 @@
 
 pub(crate) mod absent;
 mod arrivals;
+pub mod left;
 pub(crate) mod notice;
 pub(crate) mod receive;
 mod reception;

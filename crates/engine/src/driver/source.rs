@@ -3,6 +3,8 @@
 pub(crate) mod conductor;
 pub(crate) mod connect;
 mod control;
+mod fetch;
+mod left_pages;
 pub(crate) mod orders;
 pub(crate) mod recovery;
 mod redial;

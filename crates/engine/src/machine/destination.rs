@@ -41,13 +41,25 @@ use std::time::Duration;
 use vmferry_wire::{SessionId, Token};
 
 use self::common::Common;
-use self::io::{Action, Ending, Input};
+use self::io::{Action, Ending, Input, LinkId};
 use self::phase::{AwaitBegin, Deciding, Loading, Phase};
 use super::peer::DestinationSide;
 use crate::config::Timeouts;
 use crate::error::MigrateError;
 use crate::stats::DestinationStats;
-use vmferry_handover::DestinationState;
+use vmferry_handover::journal::{Record, recover_destination};
+use vmferry_handover::{DestinationState, SessionKind};
+
+/// A guest that was left without all its pages by a process that has died.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Left {
+    /// The session by which it came.
+    pub session: SessionId,
+    /// Number of pages that may be missing.
+    pub missing_pages: u64,
+    /// It was paused at the source, and stays paused.
+    pub paused: bool,
+}
 
 /// The destination's state machine.
 #[derive(Debug)]
@@ -65,6 +77,30 @@ impl Destination {
             phase: Phase::AwaitBegin(AwaitBegin { since: now }),
             common: Common::new(timeouts, token, our_side, now),
         }
+    }
+
+    /// A destination that was started again after its process died while the guest lived on and
+    /// lacked pages. `None` if the journal's records say otherwise. It starts the guest if it has
+    /// never run, and fetches the pages once the source has asked.
+    #[must_use]
+    pub fn recovered(
+        timeouts: Timeouts,
+        our_side: DestinationSide,
+        left: Left,
+        records: &[Record],
+        now: Duration,
+    ) -> Option<Self> {
+        let recovered = recover_destination(records);
+        let (next, effects) = recovered.filter(|(next, _)| next.is_fetching())?;
+        let Left { session, missing_pages, paused } = left;
+        // The source learns its token from an answer.
+        let mut common = Common::new(timeouts, Token([0; 16]), our_side, now);
+        common.links.is_up = false;
+        common.kind = SessionKind::PostCopy;
+        common.missing_pages = missing_pages;
+        let phase = Phase::Deciding(Deciding::recovered(session, paused, now));
+        let phase = phase.follow(&mut common, now, LinkId::CONTROL, (next, effects));
+        Some(Self { phase, common })
     }
 
     /// Processes an event at time `now`.

@@ -1,6 +1,12 @@
 //! Properties of each side of a migration, which are exchanged since protocol version 2.
 
-use vmferry_wire::{AlgorithmSet, PROTOCOL_VERSION_MAX};
+use vmferry_wire::{AlgorithmSet, FetchLanes, PROTOCOL_VERSION_MAX};
+
+use crate::config::SourceConfig;
+
+/// The fetch lanes of a carried guest are [tunnels](crate::data::tunnel): one for what threads wait
+/// for, and one for the stream that the VMM has sent so far.
+const STREAM_LANES: FetchLanes = FetchLanes { faults: 1, background: 1 };
 
 /// The source's side: how its guest is moved, beyond the user's settings.
 #[derive(Clone, Debug)]
@@ -12,6 +18,9 @@ pub struct SourceSide {
     /// Whether the guest is carried: its VMM [streams](crate::vmm::streamed) it, and decides on
     /// rounds and on the pause.
     pub streams: bool,
+    /// Whether the VMM of a carried guest has post-copy of its own, and why not. `None` if it was
+    /// not asked, because the user does not want post-copy.
+    pub vmm_post_copy: Option<Result<(), String>>,
     /// Bytes that the guest uses of each slot, as far as they are known.
     pub used_bytes: Vec<Option<u64>>,
     /// The negotiated protocol version.
@@ -24,7 +33,13 @@ impl SourceSide {
     #[must_use]
     pub fn new(log: &'static str) -> Self {
         let (vmm, used_bytes) = (String::new(), Vec::new());
-        Self { log, vmm, streams: false, used_bytes, protocol: PROTOCOL_VERSION_MAX }
+        let protocol = PROTOCOL_VERSION_MAX;
+        Self { log, vmm, streams: false, vmm_post_copy: None, used_bytes, protocol }
+    }
+
+    /// The lanes for pages that arrive while the guest runs at the destination.
+    pub(crate) fn fetch_lanes(&self, config: &SourceConfig) -> FetchLanes {
+        if self.streams { STREAM_LANES } else { config.fetch_lanes() }
     }
 }
 

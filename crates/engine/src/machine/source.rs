@@ -46,6 +46,7 @@ mod pings;
 mod post_copy;
 mod reconnect;
 mod rounds;
+mod serving;
 mod switchover;
 
 use std::time::Duration;
@@ -61,8 +62,8 @@ use crate::config::SourceConfig;
 use crate::error::MigrateError;
 use crate::stats::SourceStats;
 use crate::vmm::{GuestDescription, StateEstimate};
-use vmferry_handover::SourceState;
 use vmferry_handover::journal::{Record, kind_of_source, recover_source};
+use vmferry_handover::{SessionKind, SourceState};
 
 /// The source's state machine.
 #[derive(Debug)]
@@ -107,8 +108,8 @@ impl Source {
     }
 
     /// A source that was restarted after its process died while the guest lived on. It continues
-    /// from the state in the journal: it resumes the guest, gives it up, or asks the destination,
-    /// and never sends COMMIT.
+    /// from the state in the journal: it resumes the guest, gives it up, or asks the destination.
+    /// It never sends COMMIT. To a destination that lacks pages it offers fetch lanes.
     #[must_use]
     pub fn recovered(
         config: SourceConfig,
@@ -119,8 +120,17 @@ impl Source {
         let Self { phase, mut common } = Self::at_rest(config, guest, SourceSide::new("none"), now);
         common.kind = kind_of_source(records);
         let (next, effects) = recover_source(records);
+        if common.kind == SessionKind::PostCopy && next.is_committed() {
+            common.post_copy.lose_all(now);
+            common.act(Action::ServePages { round: 1 });
+        }
         let phase = phase.follow(&mut common, now, Step { next, effects, by_operator: false });
         Self { phase, common }
+    }
+
+    /// Whether the destination accepts that the guest runs before all its pages have arrived.
+    pub(crate) fn has_post_copy(&self) -> bool {
+        self.common.post_copy.accepted
     }
 
     fn at_rest(
@@ -164,7 +174,10 @@ impl Source {
     /// How the migration ended, once it has. Takes the error out.
     pub fn ending(&mut self) -> Option<Ending> {
         match self.common.handover {
-            SourceState::Given => Some(Ending::Given),
+            SourceState::Given => Some(match self.common.lost.take() {
+                Some(error) => Ending::Lost(error),
+                None => Ending::Given,
+            }),
             SourceState::Kept => {
                 let during = self.phase.name();
                 let failure = self.common.failure.take();

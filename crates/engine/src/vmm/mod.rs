@@ -5,6 +5,7 @@
 //! the guest. The engine never interprets the device state and does not depend on the hypervisor.
 
 pub mod free_pages;
+pub mod left;
 pub mod newer;
 mod powered_off;
 pub mod streamed;
@@ -22,6 +23,7 @@ use vmferry_memory::{GuestBytes, GuestMemory, SlotLayout};
 
 use self::free_pages::FreePages;
 pub use self::powered_off::PoweredOff;
+use self::streamed::{LateEnd, LateStreams};
 
 /// What the destination must know to create a machine of the same kind.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -308,16 +310,17 @@ pub trait DestinationVm: Send + 'static {
         Err("the guest is paused, and this VMM takes running guests only".into())
     }
 
-    /// Whether the guest may run before all its pages have arrived, with post-copy. Asked after
+    /// Permits that the guest runs before all its pages have arrived, with post-copy. Asked after
     /// [`prepare`](Self::prepare). Its memory is then registered with userfaultfd, and each access
     /// to a missing page waits until it has arrived. So every access to guest memory must be one by
     /// which the kernel sees a fault: not those of devices of the host (VFIO), and not those of
     /// other processes that have the memory mapped (vhost-user). Nothing may free pages meanwhile,
     /// such as a balloon: a freed page would be missing again.
     ///
-    /// The default is false.
-    fn takes_post_copy(&self) -> bool {
-        false
+    /// # Errors
+    /// Why it may not. The source is told. The default is that the VMM does not support it.
+    fn takes_post_copy(&self) -> Result<(), VmError> {
+        Err("this VMM does not support post-copy".into())
     }
 
     /// Registers the prepared memory for [missing pages](vmferry_faults::FaultRanges). The default
@@ -327,6 +330,25 @@ pub trait DestinationVm: Send + 'static {
     /// The system lacks userfaultfd, or does not permit it. The guest stays at the source.
     fn register_faults(&mut self, memory: &GuestMemory) -> Result<FaultRanges, VmError> {
         Ok(FaultRanges::register(memory, FAULT_SHARES)?)
+    }
+
+    /// The streams that begin when a carried guest has been stopped with post-copy. Called once,
+    /// before [`load`](Self::load), which then returns as soon as the guest can run: its VMM
+    /// requests the rest itself.
+    ///
+    /// # Errors
+    /// The VMM's error, or it takes no streams, as in the default.
+    fn late_streams(&mut self) -> Result<LateStreams, VmError> {
+        Err("this VMM takes no streams".into())
+    }
+
+    /// Whether a carried guest has all its pages. Called when its VMM has closed the stream of its
+    /// requests, and again each second while it [awaits](LateEnd::Awaited) some.
+    ///
+    /// # Errors
+    /// The VMM could not receive all pages. The guest is damaged.
+    fn late_end(&mut self) -> Result<LateEnd, VmError> {
+        Err("this VMM takes no streams".into())
     }
 
     /// Loads the state that [`SourceVm::save`] returned. All memory is placed by then, or with
@@ -360,6 +382,13 @@ pub trait DestinationVm: Send + 'static {
     /// This host owns the guest from now on, so an error here is a crash of the guest and not a
     /// failed migration.
     fn run(&mut self) -> Result<(), VmError>;
+
+    /// The guest runs and lacks pages. A VMM that shows how they arrive keeps `fetch`. The default
+    /// does nothing.
+    fn fetch_begins(&mut self, _fetch: crate::destination::FetchHandle) {}
+
+    /// No page is missing any more, by the journal too. The default does nothing.
+    fn fetch_ends(&mut self) {}
 }
 
 /// Why a destination can't take a guest.

@@ -54,6 +54,28 @@ pub struct OutgoingStream {
     pub recogniser: Box<dyn Recogniser>,
 }
 
+/// Streams of a VMM that begin, or go on, when the guest has been stopped with post-copy.
+pub struct LateStreams {
+    /// At the source: takes the requests for pages that the destination's VMM writes. At the
+    /// destination: those requests are read from here, to the end that the VMM makes when it has
+    /// every page.
+    pub requests: UnixStream,
+    /// Pages that threads of the guest wait for: read at the source, and written at the
+    /// destination. `None` if the VMM has sent everything before it stopped the guest.
+    pub urgent: Option<UnixStream>,
+}
+
+/// The state of a VMM's own post-copy at the destination, whose requests have ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LateEnd {
+    /// The guest has every page.
+    Complete,
+    /// The VMM still awaits pages, in some other way: an operator has connected both VMMs.
+    Awaited,
+    /// The VMM has ended, and the guest with it.
+    GuestEnded,
+}
+
 /// An event of a VMM's own migration.
 #[derive(Debug)]
 pub enum StreamEvent {
@@ -73,11 +95,16 @@ pub enum StreamEvent {
         stood_still: Duration,
         /// The downtime that the VMM expects.
         expected_downtime: Duration,
+        /// Pages that were not sent yet.
+        pages: u64,
     },
     /// The VMM has sent the last byte.
     Completed,
-    /// The VMM has aborted its migration. The guest runs, or can be resumed.
+    /// The VMM has aborted its migration: the guest runs, or can be resumed. With post-copy, it
+    /// can't send pages for now.
     Failed(VmError),
+    /// The VMM has ended, and the guest's memory here with it.
+    Ended(VmError),
 }
 
 /// Callback for a VMM's events. May be called from any thread.
@@ -132,6 +159,39 @@ pub trait StreamedVm: Resume {
     /// # Errors
     /// The VMM's error. The guest stays paused.
     fn finish(&mut self) -> Result<(), VmError>;
+
+    /// Permits the VMM's own post-copy. Called before [`describe`](Self::describe), which then
+    /// announces it to the destination's VMM.
+    ///
+    /// # Errors
+    /// Why this guest can't be moved so, as in the default.
+    fn allow_post_copy(&mut self) -> Result<(), VmError> {
+        Err("its VMM has no post-copy that can be carried".into())
+    }
+
+    /// The destination does not accept post-copy. Called before [`begin`](Self::begin), if it was
+    /// permitted.
+    fn forbid_post_copy(&mut self) {}
+
+    /// Has the VMM stop the guest soon, whatever remains, and send the rest after
+    /// [`finish`](Self::finish) while the guest runs at the destination.
+    /// [`StreamEvent::Stopped`] follows.
+    ///
+    /// # Errors
+    /// The VMM's error. Nothing has changed then.
+    fn begin_post_copy(&mut self) -> Result<(), VmError> {
+        Err("its VMM has no post-copy that can be carried".into())
+    }
+
+    /// The streams that begin when the guest has been stopped with post-copy. Called once, after
+    /// [`finish`](Self::finish). The first stream of [`begin`](Self::begin) goes on. The engine may
+    /// read and write until the VMM is [resumed](Resume::resume) or dropped.
+    ///
+    /// # Errors
+    /// The VMM's error.
+    fn late_streams(&mut self) -> Result<LateStreams, VmError> {
+        Err("its VMM has no post-copy that can be carried".into())
+    }
 
     /// Allows the VMM to throttle the guest's vCPUs by its own means, down to `100 - percent` per
     /// cent of their time, while the guest writes faster than the link can send. Called before

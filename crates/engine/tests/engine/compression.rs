@@ -282,7 +282,7 @@ fn lost_page_is_detected_despite_compression_and_deltas() {
                 assert!(stats.encoded.delta > 0, "{stats:?}");
                 (vm, error)
             }
-            SourceOutcome::Given { .. } => panic!("{way}: not found"),
+            SourceOutcome::Given { .. } | SourceOutcome::Lost { .. } => panic!("{way}: not found"),
         };
         assert!(matches!(error, MigrateError::VerifyMismatch { .. }), "{error}");
         vm.guest.wait_for_work();

@@ -1,6 +1,7 @@
 //! Tests of the whole engine: migrations of guests that write continuously, under all kinds of
 //! failures.
 
+mod carried_post_copy;
 mod compression;
 mod damage;
 mod free_pages;

@@ -143,3 +143,52 @@ fn reserved_huge_page_of_zeros_is_placed() {
         assert_eq!(thread.join().unwrap(), [0]);
     });
 }
+
+/// The pool has exactly the guest's pages: the second mapping takes none.
+#[test]
+fn reserved_huge_page_is_shown_when_its_parts_are_written() {
+    let _pool = reserve_huge_pages(3);
+    let memory = memory(3 * HUGE, MemoryKind::Hugetlb);
+    for first in 0..HUGE {
+        memory.write_at(first * PAGE, &[3]).unwrap();
+    }
+    let ranges = register(&memory, 1);
+    let huge_page = |first| PageRun { slot: SLOT, first, pages: HUGE };
+    // The first one was populated, the second and the third never were.
+    ranges.hide(huge_page(0)).unwrap();
+    assert_eq!(ranges.unit_pages(SLOT), HUGE);
+    let contents = Contents::of(5);
+    for first in [0, HUGE] {
+        std::thread::scope(|scope| {
+            let memory = &memory;
+            let thread = scope.spawn(move || {
+                let (mut content, mut old) = ([0; PAGE_SIZE], [0]);
+                memory.copy_out(page(first + 9), &mut content).unwrap();
+                memory.read_at((first + 8) * PAGE, &mut old).unwrap();
+                (content, old)
+            });
+            assert_eq!(page_of(&ranges, next_fault(&ranges, 0)), first);
+            ranges.write_hidden(page(first + 9), Some(&contents.page(first + 9))).unwrap();
+            ranges.wake_all().unwrap();
+            assert_eq!(page_of(&ranges, next_fault(&ranges, 0)), first, "it is hidden still");
+            ranges.show(huge_page(first)).unwrap();
+            let expected = if first == 0 { [3] } else { [0] };
+            assert_eq!(thread.join().unwrap(), (contents.page(first + 9), expected));
+        });
+    }
+    std::thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            let mut byte = [1];
+            memory.read_at(2 * HUGE * PAGE, &mut byte).unwrap();
+            byte
+        });
+        assert_eq!(page_of(&ranges, next_fault(&ranges, 0)), 2 * HUGE);
+        ranges.show(huge_page(2 * HUGE)).unwrap();
+        assert_eq!(thread.join().unwrap(), [0]);
+    });
+    ranges.show(huge_page(0)).expect("it is shown already");
+}
+
+fn page_of(ranges: &FaultRanges, address: u64) -> u64 {
+    ranges.range_at(address).unwrap().page_at(address)
+}

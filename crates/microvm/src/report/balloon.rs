@@ -5,6 +5,8 @@ use vmferry_memory::{GuestMemory, MemoryError};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 const BALLOON_ADDRESS: u64 = 0x1_1000;
+/// The end of the driver's report.
+pub(super) const END: u64 = BALLOON_ADDRESS + size_of::<RawBalloon>() as u64;
 const BALLOON_MAGIC: u64 = u64::from_le_bytes(*b"VMFERRYL");
 const BALLOON_VERSION: u32 = 2;
 

@@ -1,6 +1,7 @@
 //! The status of a guest, for clients of the control socket.
 
 use serde::Serialize;
+use vmferry::destination::FetchProgress;
 use vmferry::source::Progress;
 
 use crate::report::Report;
@@ -35,10 +36,12 @@ pub struct Status {
     pub peak_rss_bytes: u64,
     /// Why the guest has crashed, if it has.
     pub crash: Option<String>,
-    /// The guest's report on itself.
-    pub report: Report,
+    /// The guest's report on itself; absent while a page of it is still at another host.
+    pub report: Option<Report>,
     /// The migration under way.
     pub migration: Option<Progress>,
+    /// The pages that the guest lacks while it runs here; absent if it has all.
+    pub fetch: Option<FetchProgress>,
     /// Whether an estimate is under way.
     pub watched: bool,
     /// The guest's balloon, if it has one.

@@ -5,11 +5,11 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Mutex, MutexGuard};
 use vmferry::config::{BandwidthCap, RoundLimit, WhenStuck};
 use vmferry::source::SourceOutcome;
 use vmferry::{ErrorClass, SourceConfig};
 use vmferry_dirty::LogChoice;
+use vmferry_kit::Exclusive;
 use vmferry_memory::{MemoryKind, PAGE_SIZE};
 use vmferry_microvm::SharedMachine;
 use vmferry_microvm::report::BalloonReport;
@@ -95,9 +95,8 @@ const UNMAP: Kind = Kind {
 
 /// Lets only one test with endless hints run at a time: its driver takes one CPU, and its device
 /// another.
-fn alone(kind: &Kind) -> Option<MutexGuard<'static, ()>> {
-    static ENDLESS_ONE: Mutex<()> = Mutex::new(());
-    (kind.word == ENDLESS.word).then(|| ENDLESS_ONE.lock())
+fn alone(kind: &Kind) -> Option<Exclusive> {
+    (kind.word == ENDLESS.word).then(|| Exclusive::lock("endless-hints"))
 }
 
 fn liar(kind: &Kind) -> SharedMachine {

@@ -20,8 +20,8 @@ use crate::opened::OpenedStreams;
 use crate::proxy::Shared;
 
 /// How long a Finish waits for streams that the peer has not connected to its QEMU yet. When a
-/// post-copy is resumed, libvirt calls Finish at once, and it fails if QEMU has no connection. Short
-/// enough that libvirt does not miss the answers to its pings.
+/// post-copy is resumed, libvirt calls Finish at once, and it fails if QEMU has no connection.
+/// Short enough that libvirt does not miss the answers to its pings.
 const FINISH_DELAY: Duration = Duration::from_secs(10);
 
 /// What both directions of a connection share. The migration's connection has ended when the last

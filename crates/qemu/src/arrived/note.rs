@@ -12,6 +12,7 @@ use vmferry_wire::SessionId;
 
 use crate::error::QemuError;
 use crate::identity::ProcessIdentity;
+use crate::ram::Ranges;
 
 /// The suffix of a note's name.
 pub(super) const SUFFIX: &str = ".guest";
@@ -24,6 +25,9 @@ pub(super) enum Line {
     Arriving(Whereabouts),
     /// It was paused at the source, not by vmferry, and stays paused.
     StaysPaused,
+    /// It may run before all its pages have arrived. The addresses of its memory in QEMU, for each
+    /// slot.
+    Lacks(Ranges),
     /// It ran here, so vmferry must not continue it again.
     Run,
 }
@@ -71,6 +75,11 @@ impl Note {
         self.append(&Line::StaysPaused)
     }
 
+    /// Records that the guest may lack pages, and where its memory is in QEMU.
+    pub fn lacks(&mut self, ranges: &Ranges) -> Result<(), QemuError> {
+        self.append(&Line::Lacks(ranges.clone()))
+    }
+
     /// Records that the guest was continued.
     pub fn run(&mut self) -> Result<(), QemuError> {
         self.append(&Line::Run)
@@ -104,6 +113,15 @@ pub(super) fn read_lines(path: &Path) -> Result<Option<Vec<Line>>, QemuError> {
     // a newer one.
     let whole = text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'));
     Ok(Some(whole.filter_map(|line| serde_json::from_str(line).ok()).collect()))
+}
+
+/// Where the memory of a guest is that may lack pages, by the lines of its note.
+pub(super) fn memory(lines: &[Line]) -> Ranges {
+    let found = lines.iter().rev().find_map(|line| match line {
+        Line::Lacks(ranges) => Some(ranges.clone()),
+        _ => None,
+    });
+    found.unwrap_or_default()
 }
 
 /// The place of the guest, by the lines of its note.

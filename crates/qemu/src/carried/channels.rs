@@ -8,6 +8,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{RecvFlags, recv};
 use serde_json::{Value, json};
 
+use super::late::FurtherChannel;
 use super::place::Place;
 use crate::error::QemuError;
 use crate::qmp::{Qmp, Version};
@@ -17,7 +18,7 @@ use crate::state;
 const DESCRIPTOR: &str = "vmferry-stream";
 
 /// How long QEMU may take to connect all its channels, which it does at once.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
+pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A `multifd` channel begins with these bytes, in network byte order (`migration/multifd.c`).
 const MULTIFD_MAGIC: u32 = 0x1122_3344;
@@ -33,7 +34,8 @@ const DRAINED: usize = 256 << 10;
 const STAYS_AFTER_FAILURE: Version = Version { major: 9, minor: 1, micro: 0 };
 
 /// Tells QEMU to migrate into sockets of this host, and puts their other ends into `opened`: the
-/// main stream, then the channels in the order of their numbers.
+/// main stream, then the channels in the order of their numbers. With `post_copy` QEMU connects a
+/// further channel later, to what is returned.
 ///
 /// # Errors
 /// QMP errors and system call errors. The guest keeps running; QEMU keeps what was opened until
@@ -41,13 +43,14 @@ const STAYS_AFTER_FAILURE: Version = Version { major: 9, minor: 1, micro: 0 };
 pub fn open_outgoing(
     qmp: &mut Qmp,
     channels: u8,
+    post_copy: bool,
     opened: &mut Vec<UnixStream>,
-) -> Result<(), QemuError> {
+) -> Result<Option<FurtherChannel>, QemuError> {
     qmp.forget_events();
-    if channels == 0 {
+    if channels == 0 && !post_copy {
         opened.push(give(qmp)?);
         qmp.execute("migrate", json!({ "uri": format!("fd:{DESCRIPTOR}") }))?;
-        return Ok(());
+        return Ok(None);
     }
     let place = Place::new(qmp)?;
     let failed = |action| move |source| QemuError::Local { action, source };
@@ -68,7 +71,10 @@ pub fn open_outgoing(
     in_order.sort_by_key(|(number, _)| *number);
     let are_all = in_order.iter().map(|(number, _)| *number).eq(0..channels);
     opened.extend(in_order.into_iter().map(|(_, channel)| channel));
-    if are_all { Ok(()) } else { Err(unknown_channel()) }
+    if !are_all {
+        return Err(unknown_channel());
+    }
+    Ok(post_copy.then(|| FurtherChannel::at(listener, place)))
 }
 
 /// Reads streams to their ends and discards the bytes, in threads of their own, so that QEMU can
@@ -92,13 +98,15 @@ pub fn drain(streams: Vec<UnixStream>) {
 }
 
 /// Tells a QEMU that waits for a guest to take it from sockets of this host, and returns their
-/// other ends, in the same order. With several streams, they use a socket in `place`.
+/// other ends, in the same order. With several streams, they use a socket in `place`. With
+/// `post_copy` the last one is QEMU's further channel.
 ///
 /// # Errors
 /// QMP errors and system call errors.
 pub fn open_incoming(
     qmp: &mut Qmp,
     channels: u8,
+    post_copy: bool,
     place: Option<&Place>,
 ) -> Result<Vec<UnixStream>, QemuError> {
     qmp.forget_events();
@@ -109,7 +117,7 @@ pub fn open_incoming(
         }
         order
     };
-    if channels == 0 {
+    if channels == 0 && !post_copy {
         let order = order(format!("fd:{DESCRIPTOR}"));
         let ours = give(qmp)?;
         qmp.execute("migrate-incoming", order)?;
@@ -128,7 +136,8 @@ pub fn open_incoming(
     let order = order(place.their_uri());
     qmp.execute("migrate-incoming", order)?;
     // QEMU 7.2 takes the first connection for the main stream, whatever it carries.
-    let connected: Result<_, _> = (0..=channels).map(|_| place.connect()).collect();
+    let count = 1 + channels + u8::from(post_copy);
+    let connected: Result<_, _> = (0..count).map(|_| place.connect()).collect();
     place.clear();
     connected.map_err(|source| QemuError::Local { action: "connect to QEMU", source })
 }
@@ -140,8 +149,11 @@ fn give(qmp: &mut Qmp) -> Result<UnixStream, QemuError> {
     Ok(ours)
 }
 
-/// The next connection of a QEMU that was told to migrate.
-fn accept(
+/// The next connection of a QEMU that was told to migrate, to a listener that does not block.
+///
+/// # Errors
+/// QMP errors and system call errors; that QEMU has given up, or does not connect.
+pub fn accept(
     qmp: &mut Qmp,
     listener: &UnixListener,
     deadline: Instant,

@@ -19,6 +19,10 @@ use crate::vcpu::{self, Vcpu};
 /// The most channels in addition to the main stream. Each uses one lane, as the main stream does.
 pub const MAX_CHANNELS: u8 = MAX_LANES - 1;
 
+/// The optional member that says that the source's QEMU may use its post-copy. A QEMU must know
+/// this before it receives anything.
+pub const POST_COPY: &str = "post_copy";
+
 /// A RAM block of QEMU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -160,10 +164,14 @@ pub fn describe(
     identity: &GuestIdentity,
     own: &Description,
     vcpu: Option<&Vcpu>,
+    post_copy: bool,
 ) -> vmferry::GuestDescription {
     let mut config = json!(own);
     if let Some(vcpu) = vcpu {
         newer::add_optional(&mut config, vcpu::MEMBER, vcpu);
+    }
+    if post_copy {
+        newer::add_optional(&mut config, POST_COPY, &true);
     }
     vmferry::GuestDescription {
         identity: identity.clone(),

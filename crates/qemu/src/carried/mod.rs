@@ -18,17 +18,20 @@ mod arrival;
 mod channels;
 mod description;
 mod estimate;
+mod late;
 mod monitor;
 mod place;
+mod retake;
 mod sleep;
 mod source;
 mod watch;
 
-pub use arrival::Arrival;
-pub use description::Description;
+pub use arrival::{Arrival, Offer};
 #[cfg(test)]
 pub use description::StreamedBlock;
+pub use description::{Description, POST_COPY};
 pub use place::Place;
+pub use retake::complete as complete_paused;
 pub use source::CarriedSource;
 
 /// The name of this VMM kind, which must be equal at source and destination.

@@ -7,12 +7,13 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use vmferry::vmm::streamed::{OutgoingStream, Recogniser, StreamEvents, StreamedVm};
+use vmferry::vmm::streamed::{LateStreams, OutgoingStream, Recogniser, StreamEvents, StreamedVm};
 use vmferry::{GuestDescription, Resume, VmError};
 use vmferry_wire::GuestIdentity;
 
 use super::channels;
 use super::description::{Description, MAX_CHANNELS, describe};
+use super::late::{self, FurtherChannel};
 use super::monitor::Monitor;
 use super::watch::{Begun, Watch};
 use crate::direct_view::DirectView;
@@ -39,17 +40,23 @@ pub struct CarriedSource {
     parts: Parts,
     settings: Settings,
     throttle: u8,
+    post_copy: bool,
     must_stand_still: bool,
     under_way: Option<UnderWay>,
     _lock: Option<Lock>,
 }
 
 /// QEMU's migration.
+#[derive(Default)]
 struct UnderWay {
     watch: Option<Watch>,
     /// Our ends of its streams.
     sockets: Vec<UnixStream>,
     told_to_finish: bool,
+    /// Where QEMU connects its further channel, if it may use post-copy.
+    further: Option<FurtherChannel>,
+    /// QEMU was told to start post-copy.
+    is_late: bool,
 }
 
 impl CarriedSource {
@@ -86,6 +93,7 @@ impl CarriedSource {
             parts,
             settings,
             throttle: 0,
+            post_copy: false,
             must_stand_still,
             under_way: None,
             _lock: lock,
@@ -173,13 +181,13 @@ impl CarriedSource {
             });
         }
         let channels = self.description.multifd;
-        let streaming = Streaming { channels, downtime, throttle: self.throttle };
+        let (throttle, post_copy) = (self.throttle, self.post_copy);
+        let streaming = Streaming { channels, downtime, throttle, post_copy };
         let at = Instant::now();
         let (tell_paused, paused) = channel();
         let mut tell_paused = Some(tell_paused);
         // From here on there is state to undo.
-        let nothing = UnderWay { watch: None, sockets: Vec::new(), told_to_finish: false };
-        let under_way = self.under_way.insert(nothing);
+        let under_way = self.under_way.insert(UnderWay::default());
         let mut streams = Vec::new();
         {
             let mut qmp = self.monitor.orders();
@@ -188,7 +196,11 @@ impl CarriedSource {
             }
             self.settings.for_streaming(&mut qmp, &streaming)?;
             let blocks = Arc::new(Blocks::new(self.description.blocks()));
-            channels::open_outgoing(&mut qmp, channels, &mut under_way.sockets)?;
+            let sockets = &mut under_way.sockets;
+            under_way.further = channels::open_outgoing(&mut qmp, channels, post_copy, sockets)?;
+            if let (Some(_), Some(main)) = (&under_way.further, under_way.sockets.first()) {
+                late::say_heard(main)?;
+            }
             // A pause since the last check has not been noticed yet, and QEMU does not stop the
             // guest before the streams are read.
             qmp.heard_stop()?;
@@ -238,8 +250,19 @@ impl UnderWay {
         if let Some(watch) = &self.watch {
             watch.end(monitor);
         }
+        if self.further.is_some() && self.told_to_finish {
+            // QEMU, which may be in its post-copy, can't be told to stop. It completes if its
+            // destination seems to need nothing more.
+            self.sockets.extend(self.accept_further());
+            let _ = self.sockets.first().map(late::say_done);
+        }
         channels::drain(std::mem::take(&mut self.sockets));
         self.told_to_finish
+    }
+
+    /// QEMU's further channel, if there is one that was not taken.
+    fn accept_further(&self) -> Option<UnixStream> {
+        self.further.as_ref()?.accept().ok()?
     }
 }
 
@@ -264,7 +287,7 @@ impl Resume for CarriedSource {
 
 impl StreamedVm for CarriedSource {
     fn describe(&self) -> GuestDescription {
-        describe(&self.identity, &self.description, self.vcpu.as_ref())
+        describe(&self.identity, &self.description, self.vcpu.as_ref(), self.post_copy)
     }
 
     fn release(&self) -> String {
@@ -312,7 +335,59 @@ impl StreamedVm for CarriedSource {
             let status = event["data"]["status"].as_str();
             event["event"] == "MIGRATION" && matches!(status, Some("device" | "completed"))
         });
-        Ok(done.map_err(QemuError::from)?)
+        drop(qmp);
+        done.map_err(QemuError::from)?;
+        if let Some(UnderWay { further: Some(_), is_late: false, sockets, .. }) = &self.under_way
+            && let Some(main) = sockets.first()
+        {
+            // The destination has nothing to say that matters.
+            late::say_done(main)?;
+        }
+        Ok(())
+    }
+
+    fn allow_post_copy(&mut self) -> Result<(), VmError> {
+        late::must_be_known(self.version)?;
+        if self.description.multifd > 0 {
+            return Err("QEMU has no post-copy with multifd: carry it over one stream".into());
+        }
+        if self.must_stand_still {
+            return Err("QEMU loses some of its guest's writes during a migration, so that the \
+                        guest is paused for all of it"
+                .into());
+        }
+        self.post_copy = true;
+        Ok(())
+    }
+
+    fn forbid_post_copy(&mut self) {
+        self.post_copy = false;
+    }
+
+    fn begin_post_copy(&mut self) -> Result<(), VmError> {
+        let mut qmp = self.monitor.orders();
+        qmp.execute("migrate-start-postcopy", json!({})).map_err(QemuError::from)?;
+        drop(qmp);
+        if let Some(under_way) = &mut self.under_way {
+            under_way.is_late = true;
+        }
+        Ok(())
+    }
+
+    fn late_streams(&mut self) -> Result<LateStreams, VmError> {
+        let under_way = self.under_way.as_mut().ok_or("QEMU does not migrate")?;
+        let urgent = match &under_way.further {
+            Some(further) => further.accept()?,
+            None => return Err("QEMU has no further channel".into()),
+        };
+        // Copies, to drain them if the guest stays here.
+        let copy = |socket: &UnixStream| {
+            let action = "duplicate a socket";
+            socket.try_clone().map_err(|source| QemuError::Local { action, source })
+        };
+        let requests = copy(under_way.sockets.first().ok_or("QEMU has no stream")?)?;
+        under_way.sockets.extend(urgent.as_ref().map(copy).transpose()?);
+        Ok(LateStreams { requests, urgent })
     }
 
     fn allow_throttling(&mut self, percent: u8) -> Result<(), VmError> {

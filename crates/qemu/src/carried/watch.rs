@@ -1,5 +1,6 @@
 //! Listens for the events of a QEMU that migrates.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -12,6 +13,7 @@ use vmferry_memory::PAGE_SIZE;
 use super::monitor::Monitor;
 use crate::error::QemuError;
 use crate::proc_stat;
+use crate::process::{END_TIMEOUT, has_ended_within, pidfd};
 use crate::qmp::{Qmp, QmpError};
 use crate::state;
 
@@ -48,8 +50,14 @@ struct Watcher {
     begun: Begun,
     /// QEMU has stopped the guest.
     held: bool,
+    /// The guest runs at the destination, or is about to, and lacks pages.
+    post_copy: bool,
+    /// QEMU's process, if it is visible.
+    process: Option<OwnedFd>,
     /// Since when QEMU's process is known to be stopped.
     asleep: Option<Instant>,
+    /// That it is stopped was reported.
+    told: bool,
 }
 
 impl Watch {
@@ -63,7 +71,15 @@ impl Watch {
         tell: StreamEvents,
     ) -> Result<Self, QemuError> {
         let over = Arc::new(AtomicBool::new(false));
-        let mut watcher = Watcher { over: Arc::clone(&over), begun, held: false, asleep: None };
+        let mut watcher = Watcher {
+            over: Arc::clone(&over),
+            begun,
+            held: false,
+            post_copy: false,
+            process: monitor.pid().and_then(|pid| pidfd(pid).ok()),
+            asleep: None,
+            told: false,
+        };
         std::thread::Builder::new()
             .name("qemu-events".into())
             .spawn(move || watcher.listen(&monitor, &tell))
@@ -84,7 +100,7 @@ impl Watcher {
             // The lock must be free when the engine is notified: the engine may send commands
             // itself.
             let news = self.news(&mut monitor.orders());
-            let news = news.unwrap_or_else(|error| vec![StreamEvent::Failed(error.into())]);
+            let news = news.unwrap_or_else(|error| vec![self.failure(error)]);
             for event in news {
                 if matches!(event, StreamEvent::Completed) {
                     self.learn_from_stream(monitor);
@@ -92,7 +108,10 @@ impl Watcher {
                 if self.is_over() {
                     return;
                 }
-                let last = matches!(event, StreamEvent::Completed | StreamEvent::Failed(_));
+                let last = matches!(
+                    event,
+                    StreamEvent::Completed | StreamEvent::Failed(_) | StreamEvent::Ended(_)
+                );
                 tell(event);
                 if last {
                     return;
@@ -104,11 +123,29 @@ impl Watcher {
             let listened = monitor
                 .listen()
                 .map_err(|source| QemuError::Local { action: "listen to QEMU", source });
-            if let Err(error) = listened.and_then(|()| self.must_not_sleep(monitor.pid())) {
-                tell(StreamEvent::Failed(error.into()));
-                return;
+            match listened.and_then(|()| self.must_not_sleep(monitor.pid())) {
+                Ok(()) => {}
+                // The guest can't be resumed here, so QEMU is waited for.
+                Err(error @ QemuError::Stopped { .. }) if self.post_copy => {
+                    if !std::mem::replace(&mut self.told, true) {
+                        tell(StreamEvent::Failed(error.into()));
+                    }
+                }
+                Err(error) => {
+                    tell(StreamEvent::Failed(error.into()));
+                    return;
+                }
             }
         }
+    }
+
+    /// QEMU can't be listened to any more.
+    fn failure(&self, error: QemuError) -> StreamEvent {
+        let has_ended = |process| has_ended_within(process, END_TIMEOUT).unwrap_or(false);
+        if self.post_copy && self.process.as_ref().is_some_and(has_ended) {
+            return StreamEvent::Ended(error.into());
+        }
+        StreamEvent::Failed(error.into())
     }
 
     /// Learns from the stream, all of which has left QEMU, whether the guest was already paused
@@ -130,7 +167,7 @@ impl Watcher {
     fn must_not_sleep(&mut self, pid: Option<u32>) -> Result<(), QemuError> {
         let Some(pid) = pid else { return Ok(()) };
         if !proc_stat::is_stopped(pid) {
-            self.asleep = None;
+            (self.asleep, self.told) = (None, false);
         } else if self.asleep.get_or_insert_with(Instant::now).elapsed() >= STOPPED_TIMEOUT {
             return Err(QemuError::Stopped { pid, after: STOPPED_TIMEOUT });
         }
@@ -168,6 +205,7 @@ impl Watcher {
                 }
                 Some("MIGRATION") => match event["data"]["status"].as_str() {
                     Some("pre-switchover") => news.push(self.stopped(qmp, stopped)?),
+                    Some("postcopy-active") => self.post_copy = true,
                     Some("completed") => news.push(StreamEvent::Completed),
                     Some("failed" | "cancelled") => {
                         news.push(StreamEvent::Failed(state::given_up(qmp)?.into()));
@@ -201,11 +239,13 @@ impl Watcher {
         self.held = true;
         let migration = qmp.execute("query-migrate", json!({}))?;
         let expected = migration["expected-downtime"].as_u64().unwrap_or_default();
+        let left = migration["ram"]["remaining"].as_u64().unwrap_or_default();
         let since_begun = self.begun.at.elapsed();
         let age = age.map_or(Duration::ZERO, |age| age.min(since_begun));
         Ok(StreamEvent::Stopped {
             stood_still: self.begun.stopped.map_or(age, |at| at.elapsed()),
             expected_downtime: Duration::from_millis(expected),
+            pages: left / PAGE_SIZE as u64,
         })
     }
 }

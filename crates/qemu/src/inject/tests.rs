@@ -45,9 +45,9 @@ fn reused_descriptor_number_is_left_alone() {
     let pid = child.id();
     let injected = userfaultfd(pid, FaultOrigin::UserMode).unwrap();
     let number = injected.number as u64;
-    system_call(pid, libc::SYS_close, number).unwrap();
+    system_call(pid, libc::SYS_close, [number, 0, 0]).unwrap();
     // Duplicates its standard input to the number that has become free.
-    assert_eq!(system_call(pid, libc::SYS_dup, 0).unwrap(), number as i64);
+    assert_eq!(system_call(pid, libc::SYS_dup, [0; 3]).unwrap(), number as i64);
     drop(injected);
     assert!(std::fs::exists(format!("/proc/{pid}/fd/{number}")).unwrap());
     child.kill().unwrap();
@@ -67,7 +67,7 @@ fn leftovers_are_closed_unless_another_process_uses_them() {
     drop(injected);
     // A leftover of a killed sender: only the process itself still has it.
     let flags = libc::O_CLOEXEC | userfaultfd::flags(FaultOrigin::UserMode) & !libc::O_NONBLOCK;
-    let number = system_call(pid, libc::SYS_userfaultfd, flags as u64).unwrap();
+    let number = system_call(pid, libc::SYS_userfaultfd, [flags as u64, 0, 0]).unwrap();
     close_leftovers(pid).unwrap();
     assert!(!std::fs::exists(format!("/proc/{pid}/fd/{number}")).unwrap());
     child.kill().unwrap();
@@ -80,6 +80,17 @@ fn ended_process_is_an_error() {
     let pid = child.id();
     child.wait().unwrap();
     assert!(userfaultfd(pid, FaultOrigin::UserMode).is_err());
+}
+
+/// Waits until a process waits for input.
+fn until_waiting(child: &Child) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    let system_call = format!("/proc/{}/syscall", child.id());
+    let read = libc::SYS_read.to_string();
+    while std::fs::read_to_string(&system_call).unwrap().split(' ').next() != Some(&*read) {
+        assert!(Instant::now() < deadline, "it never did");
+        std::thread::yield_now();
+    }
 }
 
 /// Waits until a process is stopped, or continues.
@@ -101,6 +112,8 @@ fn stopped_process_makes_the_call_and_stays_stopped() {
     let (mut child, mut input, mut output) = echoing();
     let mut answer = [0; 5];
     for _ in 0..50 {
+        // One that is stopped outside of a system call makes none before it continues.
+        until_waiting(&child);
         signal(&child, rustix::process::Signal::STOP);
         until_stopped(&child, true);
         let injected = userfaultfd(child.id(), FaultOrigin::UserMode).unwrap();
@@ -153,7 +166,7 @@ fn signals_are_not_lost_to_a_call() {
         let mut calls = 0;
         for _ in 0..500 {
             // Under this load of signals, an attempt may find no thread waiting.
-            if system_call(child as u32, libc::SYS_close, u64::MAX)
+            if system_call(child as u32, libc::SYS_close, [u64::MAX, 0, 0])
                 .is_err_and(|error| error.to_string().contains("Bad file descriptor"))
             {
                 calls += 1;

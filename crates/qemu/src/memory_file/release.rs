@@ -8,7 +8,6 @@ use std::os::unix::fs::MetadataExt;
 
 use rustix::fs::FallocateFlags;
 use serde::Serialize;
-use serde_json::json;
 
 use super::{Backends, Mapper, Sharing, Use, kind_of, lease, mappers};
 use crate::error::QemuError;
@@ -82,7 +81,7 @@ impl Leaving {
             Err(error) if error.is_timeout() => return Err(error),
             found => found,
         };
-        qmp.execute("quit", json!({}))?;
+        qmp.quit()?;
         Ok(leaving)
     }
 

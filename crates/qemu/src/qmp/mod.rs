@@ -126,6 +126,19 @@ impl Qmp {
         self.send(command, arguments, None, is_followed).map(|_| ())
     }
 
+    /// Tells QEMU to quit. QEMU does not promise to answer this command before it ends (`quit` in
+    /// its QMP reference), so the end of the connection is an answer, too.
+    ///
+    /// # Errors
+    /// As [`execute`](Self::execute), if the command could not be sent or was not obeyed.
+    pub fn quit(&mut self) -> Result<(), QmpError> {
+        self.write_command("quit", json!({}), None)?;
+        match self.answer("quit", |_| false) {
+            Ok(_) | Err(QmpError::Io { .. } | QmpError::Ended { .. }) => Ok(()),
+            Err(error) => Err(error),
+        }
+    }
+
     /// Passes a descriptor to QEMU under a name.
     ///
     /// # Errors
@@ -194,6 +207,16 @@ impl Qmp {
         descriptor: Option<BorrowedFd<'_>>,
         is_followed: impl Fn(&Value) -> bool,
     ) -> Result<Value, QmpError> {
+        self.write_command(command, arguments, descriptor)?;
+        self.answer(command, is_followed)
+    }
+
+    fn write_command(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<(), QmpError> {
         if self.silent {
             let what = format!("answer, so that it could be told to `{command}`,");
             let Some((message, bytes)) = self.read(Instant::now() + SILENT_TIMEOUT)? else {
@@ -206,7 +229,15 @@ impl Qmp {
             json!({ "execute": command, "arguments": arguments, "id": self.number }).to_string();
         line.push('\n');
         let written = socket::write(&self.stream, line.as_bytes(), descriptor);
-        written.map_err(|source| self.broken("send a command", source))?;
+        written.map_err(|source| self.broken("send a command", source))
+    }
+
+    /// Waits for the answer to the last command, or for an event that shows that QEMU obeys it.
+    fn answer(
+        &mut self,
+        command: &str,
+        is_followed: impl Fn(&Value) -> bool,
+    ) -> Result<Value, QmpError> {
         let deadline = Instant::now() + self.patience;
         loop {
             let Some((mut message, bytes)) = self.read(deadline)? else {

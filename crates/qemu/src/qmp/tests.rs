@@ -75,6 +75,31 @@ fn deadlines_hold_under_endless_events() {
     talking.join().unwrap();
 }
 
+/// A QEMU that is told to quit may end before its answer is sent. One that refuses does not.
+#[test]
+fn quit_is_answered_by_the_end_of_the_connection() {
+    for (answer, quits) in [
+        ("", true),
+        ("{\"return\":{},\"id\":3}\n", true),
+        ("{\"error\":{\"desc\":\"no\"},\"id\":3}\n", false),
+    ] {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let talking = std::thread::spawn(move || {
+            writeln!(theirs, "{GREETING}").unwrap();
+            let commands = BufReader::new(theirs.try_clone().unwrap()).lines();
+            let quit = commands.map(Result::unwrap).find(|line| line.contains(r#""quit""#));
+            assert!(quit.is_some(), "it is told to quit");
+            theirs.write_all(answer.as_bytes()).unwrap();
+        });
+        let mut qmp = Qmp::over_within(ours, Path::new("fake"), TALKS_FOR).unwrap();
+        let told = qmp.quit();
+        assert_eq!(told.is_ok(), quits, "{told:?}");
+        talking.join().unwrap();
+        let again = qmp.quit();
+        assert!(again.is_err(), "a QEMU that has ended can't be told: {again:?}");
+    }
+}
+
 /// QEMU ends with its guest, and reports it only by an event. A client may notice the end by a read
 /// or a write that fails, before it has read that event.
 #[test]

@@ -48,6 +48,12 @@ pub enum Ask {
     KeepQemu(bool),
     /// Which processes use the file behind a mapping?
     Examine(u32, Mapping),
+    /// Open the device that creates userfaultfds.
+    OpenFaultDevice,
+    /// Have the process create a userfaultfd for missing pages.
+    CreateFaults(u32),
+    /// Close that userfaultfd in the process.
+    CloseFaults,
     /// What has QEMU printed last?
     LastWords,
 }

@@ -18,11 +18,13 @@ use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
 
 pub use self::process::{StarterProcess, serve};
 use self::relay::Relay;
 use crate::direct_view::DirectView;
 use crate::error::QemuError;
+use crate::fault_access::{DirectFaults, FaultAccess};
 use crate::identity::ProcessIdentity;
 use crate::memory_file::Examiner;
 use crate::process::Mapping;
@@ -84,6 +86,8 @@ pub struct LocalStarter {
     keep: Keep,
     /// A QEMU that this starter has not started.
     running: Option<u32>,
+    /// The userfaultfd of QEMU's missing pages.
+    faults: Arc<DirectFaults>,
 }
 
 impl LocalStarter {
@@ -91,15 +95,18 @@ impl LocalStarter {
     /// `socket` are added.
     #[must_use]
     pub fn new(command: &str, socket: &Path) -> Self {
-        let (command, socket) = (Some(command.to_owned()), socket.to_owned());
-        Self { command, socket, child: None, relay: None, keep: Keep::Nothing, running: None }
+        Self::of(Some(command.to_owned()), socket.to_owned(), None)
     }
 
     /// A starter that starts nothing, and gives access to a running QEMU.
     #[must_use]
     pub fn beside(pid: u32) -> Self {
-        let (socket, running) = (PathBuf::new(), Some(pid));
-        Self { command: None, socket, child: None, relay: None, keep: Keep::Nothing, running }
+        Self::of(None, PathBuf::new(), Some(pid))
+    }
+
+    fn of(command: Option<String>, socket: PathBuf, running: Option<u32>) -> Self {
+        let faults = Arc::default();
+        Self { command, socket, child: None, relay: None, keep: Keep::Nothing, running, faults }
     }
 
     /// Forwards what a QEMU that has a guest prints, until it has ended.
@@ -166,6 +173,10 @@ impl View for LocalStarter {
 
     fn examiner(&self) -> Examiner {
         DirectView.examiner()
+    }
+
+    fn fault_access(&self) -> Arc<dyn FaultAccess> {
+        self.faults.clone()
     }
 }
 

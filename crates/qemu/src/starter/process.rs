@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 use super::messages::{Answer, Ask, receive, send};
 use super::{Keep, LocalStarter, Starter, local};
 use crate::error::QemuError;
+use crate::fault_access::{self, FaultAccess};
 use crate::identity::ProcessIdentity;
 use crate::memory_file::{self, Examiner};
 use crate::process::Mapping;
@@ -121,6 +122,28 @@ impl View for StarterProcess {
             _ => Err(unexpected()),
         })
     }
+
+    fn fault_access(&self) -> Arc<dyn FaultAccess> {
+        Arc::new(Self(Arc::clone(&self.0)))
+    }
+}
+
+impl FaultAccess for StarterProcess {
+    fn device(&self) -> Result<File, QemuError> {
+        self.file(&Ask::OpenFaultDevice).map_err(|error| match error {
+            QemuError::Local { source, .. } => fault_access::not_opened(source),
+            error => error,
+        })
+    }
+
+    fn create(&self, pid: u32) -> Result<OwnedFd, QemuError> {
+        self.file(&Ask::CreateFaults(pid)).map(OwnedFd::from)
+    }
+
+    fn close(&self) {
+        // If the starter has died, QEMU keeps the descriptor, and missing pages stay missing.
+        let _ = self.ask(&Ask::CloseFaults);
+    }
 }
 
 impl Starter for StarterProcess {
@@ -204,6 +227,7 @@ fn answer(starter: &mut LocalStarter, ask: Ask) -> Result<(Answer, Option<File>)
     | Ask::OpenFile(pid, _)
     | Ask::IsStopped(pid)
     | Ask::Identify(pid)
+    | Ask::CreateFaults(pid)
     | Ask::Examine(pid, _) = &ask
         && !starter.is_ours(*pid)
     {
@@ -242,6 +266,14 @@ fn answer(starter: &mut LocalStarter, ask: Ask) -> Result<(Answer, Option<File>)
         },
         Ask::IsStopped(pid) => (Answer::Stopped(starter.is_stopped(pid)), None),
         Ask::Identify(pid) => (Answer::Identity(starter.identify(pid)?), None),
+        Ask::OpenFaultDevice => (Answer::Done, Some(starter.fault_access().device()?)),
+        Ask::CreateFaults(pid) => {
+            (Answer::Done, Some(File::from(starter.fault_access().create(pid)?)))
+        }
+        Ask::CloseFaults => {
+            starter.fault_access().close();
+            (Answer::Done, None)
+        }
         Ask::LastWords => (Answer::Words(starter.last_words()), None),
         Ask::KeepQemu(keep) => {
             starter.keep_qemu(if keep { Keep::WithGuest } else { Keep::Nothing });

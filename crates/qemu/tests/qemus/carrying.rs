@@ -161,7 +161,7 @@ fn started_qemu_takes_a_carried_guest() {
     let mut qmp = Qmp::connect(&socket).unwrap();
     let status = qmp.execute("query-status", serde_json::json!({})).unwrap();
     assert_eq!(status["status"], "running");
-    qmp.execute("quit", serde_json::json!({})).unwrap();
+    qmp.quit().unwrap();
     starter.wait().unwrap();
 }
 

@@ -1,5 +1,5 @@
-//! Attached guests of QEMU that run before all their pages have arrived: on KVM, whose faults are
-//! the kernel's, and emulated, whose faults are QEMU's own.
+//! Attached guests of QEMU on KVM that run before all their pages have arrived. The command's tests
+//! have emulated ones too, and processes that die.
 
 use crate::support::{all, migrate_to};
 use vmferry::config::{BandwidthCap, PostCopy, WhenStuck};
@@ -12,8 +12,7 @@ fn travel(machine: &Machine) {
     let mut here = machine.start_booted(&world, "qemu-0");
     for number in 1..=2 {
         let there = machine.incoming(&world, &format!("qemu-{number}"));
-        let mut destination = QemuDestination::attach(&there.qmp, Expected::default()).unwrap();
-        destination.allow_post_copy().unwrap();
+        let destination = QemuDestination::attach(&there.qmp, Expected::default()).unwrap();
         let stats = migrate_to(&world, number, &here, destination, |config| {
             config.verify = false;
             config.when_stuck = WhenStuck::Refuse;

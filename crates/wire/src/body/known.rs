@@ -6,8 +6,10 @@ use vmferry_handover::SessionKind;
 use crate::algorithm::AlgorithmSet;
 use crate::control::Buffer;
 use crate::fields::{Need, put_mandatory, put_optional};
-use crate::message::{ControlMessage, FetchLanes};
+use crate::message::{ControlMessage, FetchLanes, LaneOffer};
+use crate::reason::checked_line;
 use crate::release::checked_name;
+use crate::session::Token;
 
 /// Field numbers are never reused. The same number may mean different things in different messages.
 ///
@@ -33,8 +35,14 @@ const VERIFIES_PLACED: u16 = 4;
 const FETCH_LANES: u16 = 5;
 /// ACCEPT, without content: the destination can run the guest before all its pages have arrived.
 const ACCEPTS_POST_COPY: u16 = 5;
+/// ACCEPT: why it can't, as text.
+const REFUSES_POST_COPY: u16 = 6;
 /// FINAL, mandatory, without content: the destination lacks pages, which LACKING has named.
 const POST_COPY: u16 = 2;
+/// QUERY: the number of the first offered fetch lane, and as in [`FETCH_LANES`], a byte each.
+const OFFER: u16 = 1;
+/// ANSWER: the token of the offered fetch lanes.
+const TOKEN: u16 = 1;
 
 impl ControlMessage {
     /// Appends the message's fields.
@@ -62,8 +70,10 @@ impl ControlMessage {
                 if *verifies_placed {
                     put_optional(into, VERIFIES_PLACED, &[]);
                 }
-                if *post_copy {
-                    put_optional(into, ACCEPTS_POST_COPY, &[]);
+                match post_copy {
+                    Some(Ok(())) => put_optional(into, ACCEPTS_POST_COPY, &[]),
+                    Some(Err(why)) => put_optional(into, REFUSES_POST_COPY, why.as_bytes()),
+                    None => {}
                 }
             }
             Self::Refuse { release, .. } => put_release(into, release.as_ref()),
@@ -75,6 +85,10 @@ impl ControlMessage {
                     put_mandatory(into, POST_COPY, &[]);
                 }
             }
+            Self::Query { offer: Some(LaneOffer { first, lanes }), .. } => {
+                put_optional(into, OFFER, &[*first, lanes.faults, lanes.background]);
+            }
+            Self::Answer { token: Some(Token(token)), .. } => put_optional(into, TOKEN, token),
             _ => {}
         }
     }
@@ -128,8 +142,12 @@ impl ControlMessage {
                 *verifies_placed = true;
             }
             (Self::Accept { post_copy, .. }, ACCEPTS_POST_COPY) if content.is_empty() => {
-                *post_copy = true;
+                *post_copy = Some(Ok(()));
             }
+            (Self::Accept { post_copy: post_copy @ None, .. }, REFUSES_POST_COPY) => {
+                *post_copy = Some(Err(checked_line(content)?));
+            }
+            (Self::Accept { .. }, REFUSES_POST_COPY) => return Err("it contradicts field 5".into()),
             (Self::Accept { .. }, VERIFIES_PLACED | ACCEPTS_POST_COPY) => {
                 return Err("it has no content".into());
             }
@@ -137,6 +155,15 @@ impl ControlMessage {
                 let [faults, background] =
                     content.try_into().map_err(|_| "it has 2 bytes".to_owned())?;
                 *fetch_lanes = Some(FetchLanes { faults, background });
+            }
+            (Self::Query { offer, .. }, OFFER) => {
+                let [first, faults, background] =
+                    content.try_into().map_err(|_| "it has 3 bytes".to_owned())?;
+                *offer = Some(LaneOffer { first, lanes: FetchLanes { faults, background } });
+            }
+            (Self::Answer { token, .. }, TOKEN) => {
+                let bytes = content.try_into().map_err(|_| "it has 16 bytes".to_owned())?;
+                *token = Some(Token(bytes));
             }
             _ => return Ok(None),
         }

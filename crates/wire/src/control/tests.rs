@@ -5,12 +5,12 @@ use uuid::Uuid;
 use vmferry_memory::{SlotId, SlotLayout};
 
 use super::*;
-use crate::FetchLanes;
 use crate::fields::{put_mandatory, put_optional};
 use crate::{
     AlgorithmSet, GuestIdentity, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Reason, ReasonCode,
     Release, SessionId, SessionKind, SessionWord, Token,
 };
+use crate::{FetchLanes, LaneOffer};
 
 /// Every version that this release speaks.
 const VERSIONS: std::ops::RangeInclusive<u16> = PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION_MAX;
@@ -64,9 +64,11 @@ impl Golden {
             }
             ControlMessage::Accept { release, algorithms, verifies_placed, post_copy, .. } => {
                 (*release, *algorithms) = (None, None);
-                (*verifies_placed, *post_copy) = (false, false);
+                (*verifies_placed, *post_copy) = (false, None);
             }
             ControlMessage::Refuse { release, .. } => *release = None,
+            ControlMessage::Query { offer, .. } => *offer = None,
+            ControlMessage::Answer { token, .. } => *token = None,
             _ => {}
         }
         message
@@ -116,7 +118,7 @@ fn goldens() -> Vec<Golden> {
                 release: release.clone(),
                 algorithms: Some(AlgorithmSet::ALL),
                 verifies_placed: true,
-                post_copy: true,
+                post_copy: Some(Ok(())),
             },
             tuple: "03030303030303030303030303030303",
             fields: "010005000000302e312e30\
@@ -157,11 +159,23 @@ fn goldens() -> Vec<Golden> {
         plain(ControlMessage::Abort { reason }, "05026e6f"),
         plain(ControlMessage::Ping { nonce: 1 }, "01"),
         plain(ControlMessage::Pong { nonce: 1 }, "01"),
-        plain(ControlMessage::Query { session }, "01010101010101010101010101010101"),
-        plain(
-            ControlMessage::Answer { session, word: SessionWord::Owns },
-            "0101010101010101010101010101010103",
-        ),
+        Golden {
+            message: ControlMessage::Query {
+                session,
+                offer: Some(LaneOffer { first: 4, lanes: FetchLanes { faults: 2, background: 3 } }),
+            },
+            tuple: "01010101010101010101010101010101",
+            fields: "010003000000040203",
+        },
+        Golden {
+            message: ControlMessage::Answer {
+                session,
+                word: SessionWord::Fetching,
+                token: Some(Token([6; 16])),
+            },
+            tuple: "0101010101010101010101010101010104",
+            fields: "01001000000006060606060606060606060606060606",
+        },
         plain(ControlMessage::Withdraw {}, ""),
         plain(
             ControlMessage::Free { slot: SlotId(1), runs: vec![(2, 300), (512, 1)] },

@@ -3,14 +3,16 @@
 use std::time::Duration;
 
 use vmferry::Timeouts;
-use vmferry::machine::destination::Destination;
 use vmferry::machine::destination::io::{Action, Ending, Input as What, LinkId, Prepared};
+use vmferry::machine::destination::{Destination, Left};
 use vmferry::machine::peer::DestinationSide;
+use vmferry_faults::FaultError;
 use vmferry_handover::journal::{Record, recover_destination};
 use vmferry_handover::{DestinationState, SessionKind};
-use vmferry_memory::WholeHash;
-use vmferry_wire::{ControlMessage, SessionWord};
+use vmferry_memory::{SlotId, WholeHash};
+use vmferry_wire::{ControlMessage, SessionWord, Token};
 
+use super::pages::MissingPages;
 use super::{SESSION, TOKEN, Wire, carried, failure, link_lost, open};
 use crate::input::Input;
 
@@ -21,9 +23,12 @@ enum Task {
     Sum,
     Load,
     Hash,
-    Intent,
+    Intent(SessionKind),
     Aborted(String),
     Start,
+    Fetched,
+    /// No page was missing in the first place.
+    NothingMissing,
 }
 
 pub struct DestinationHost {
@@ -34,7 +39,12 @@ pub struct DestinationHost {
     placed: [u64; 2],
     /// The guest has run here.
     ran: bool,
+    /// This process has taken over a guest that may have run.
+    is_recovered: bool,
     loaded: bool,
+    pub missing: MissingPages,
+    /// What fetch lanes must present.
+    token: Token,
 }
 
 impl DestinationHost {
@@ -50,7 +60,10 @@ impl DestinationHost {
             tasks: Vec::new(),
             placed: [0; 2],
             ran: false,
+            is_recovered: false,
             loaded: false,
+            missing: MissingPages::default(),
+            token: TOKEN,
         }
     }
 
@@ -81,6 +94,10 @@ impl DestinationHost {
     fn handle(&mut self, now: Duration, what: What, wire: &mut Wire) {
         let Some(machine) = &mut self.machine else { return };
         machine.handle(now, what);
+        self.act(wire);
+    }
+
+    fn act(&mut self, wire: &mut Wire) {
         let mut budget = 1000;
         while let Some(action) = self.machine.as_mut().and_then(Destination::next_action) {
             budget -= 1;
@@ -91,9 +108,9 @@ impl DestinationHost {
 
     pub fn hear(&mut self, now: Duration, message: ControlMessage, wire: &mut Wire) {
         if self.machine.is_none() {
-            if message == (ControlMessage::Query { session: SESSION }) {
+            if matches!(message, ControlMessage::Query { session: SESSION, .. }) {
                 let word = self.word_of_the_journal();
-                self.say(&ControlMessage::Answer { session: SESSION, word }, wire);
+                self.say(&ControlMessage::Answer { session: SESSION, word, token: None }, wire);
             }
             return;
         }
@@ -135,12 +152,61 @@ impl DestinationHost {
         self.handle(now, What::LaneEnded { lane, sequence }, wire);
     }
 
-    /// The process dies. The next one reads the journal and closes open sessions.
-    pub fn die_and_recover(&mut self, input: &mut Input<'_>) {
+    /// Accepts a fetch lane's channel with the right token, unless a later one is there.
+    pub fn join_fetch_lane(
+        &mut self,
+        now: Duration,
+        lane: u8,
+        (token, attempt): (Token, u64),
+        wire: &mut Wire,
+    ) -> bool {
+        let accepts = self.machine.is_some() && token == self.token;
+        let joins = accepts && wire.fetch.join(lane, attempt);
+        if joins {
+            self.handle(now, What::LaneJoined { lane }, wire);
+        }
+        joins
+    }
+
+    /// Whether the guest may run here and lacks pages.
+    pub fn lacks_pages(&self) -> bool {
+        self.has(|record| *record == Record::RunIntentPostCopy) && self.missing.are_left()
+    }
+
+    /// Whether a process would request a page if a fetch lane were open.
+    pub fn wants_pages(&self) -> bool {
+        self.machine.is_some() && self.missing.are_fetched() && self.missing.are_left()
+    }
+
+    /// Whether all missing pages are requested, because the guest runs.
+    pub fn wants_all(&self) -> bool {
+        self.ran && self.wants_pages()
+    }
+
+    /// A page that was requested is placed.
+    pub fn place_a_page(&mut self, now: Duration, wire: &mut Wire) {
+        if self.missing.place_one() {
+            self.handle(now, What::Fetched, wire);
+        }
+    }
+
+    /// The VMM of a guest that has run ends.
+    pub fn end_the_guest(&mut self, now: Duration, wire: &mut Wire) {
+        if self.ran && self.missing.are_fetched() {
+            self.missing.end_the_guest();
+            let gone = FaultError::ProcessGone { at: 0 };
+            self.handle(now, What::Failed(gone.into()), wire);
+        }
+    }
+
+    /// The process dies. The next one reads the journal and closes open sessions. A guest that
+    /// outlives it continues to fetch its pages.
+    pub fn die_and_recover(&mut self, now: Duration, input: &mut Input<'_>, wire: &mut Wire) {
         for task in std::mem::take(&mut self.tasks) {
             let record = match task {
                 Task::Open => open(),
-                Task::Intent => Record::RunIntent,
+                Task::Intent(kind) => Record::run_intent(kind),
+                Task::Fetched => Record::Fetched,
                 Task::Aborted(reason) => Record::Aborted { reason },
                 _ => continue,
             };
@@ -150,6 +216,19 @@ impl DestinationHost {
         }
         self.machine = None;
         self.check_the_journal();
+        wire.fetch.close();
+        let fetches = self.handover().is_some_and(DestinationState::is_fetching);
+        if fetches && self.missing.has_guest() && input.byte().is_multiple_of(2) {
+            let missing_pages = self.missing.count();
+            let left = Left { session: SESSION, missing_pages, paused: false };
+            let (timeouts, side) = (Timeouts::default(), DestinationSide::default());
+            self.machine = Destination::recovered(timeouts, side, left, &self.journal, now);
+            assert!(self.machine.is_some(), "nobody fetches the missing pages");
+            // The source learns the next token from an answer.
+            self.token = Token([0xff; 16]);
+            self.is_recovered = true;
+            self.act(wire);
+        }
     }
 
     fn word_of_the_journal(&mut self) -> SessionWord {
@@ -165,7 +244,7 @@ impl DestinationHost {
     }
 
     fn check_the_journal(&self) {
-        let intent = self.has(|record| matches!(record, Record::RunIntent));
+        let intent = self.has(is_intent);
         let aborted = self.has(|record| matches!(record, Record::Aborted { .. }));
         assert!(!(intent && aborted), "both outcomes are in the journal");
     }
@@ -182,7 +261,11 @@ impl DestinationHost {
         // A failed write may be on disk.
         let on_disk = well || outcome.is_multiple_of(2);
         let what = match task {
-            Task::Prepare => What::Prepared(result().map(|()| Prepared { post_copy: false })),
+            Task::Prepare => {
+                let fetches = outcome.is_multiple_of(2);
+                let post_copy = fetches.then_some(()).ok_or_else(|| "it can't".to_owned());
+                What::Prepared(result().map(|()| Prepared { post_copy }))
+            }
             Task::Open => {
                 if on_disk {
                     self.journal.push(open());
@@ -197,9 +280,9 @@ impl DestinationHost {
             Task::Hash => {
                 What::Hashed(WholeHash { hash: if well { 7 } else { 8 }, pages: 1 }, Duration::ZERO)
             }
-            Task::Intent => {
+            Task::Intent(kind) => {
                 if on_disk {
-                    self.journal.push(Record::RunIntent);
+                    self.journal.push(Record::run_intent(kind));
                 }
                 What::IntentWritten(result())
             }
@@ -209,6 +292,13 @@ impl DestinationHost {
                 }
                 What::AbortWritten(result())
             }
+            Task::Fetched => {
+                if on_disk {
+                    self.journal.push(Record::Fetched);
+                }
+                What::FetchedWritten(result())
+            }
+            Task::NothingMissing => What::Fetched,
             Task::Start => What::Started(result()),
         };
         self.check_the_journal();
@@ -216,12 +306,18 @@ impl DestinationHost {
     }
 
     fn say(&mut self, message: &ControlMessage, wire: &mut Wire) {
-        let intent = self.has(|record| matches!(record, Record::RunIntent));
+        let intent = self.has(is_intent);
         let aborted = self.has(|record| matches!(record, Record::Aborted { .. }));
+        let post_copy = self.has(|record| *record == Record::RunIntentPostCopy);
         match message {
             ControlMessage::Running { .. }
             | ControlMessage::Answer { word: SessionWord::Owns, .. } => {
                 assert!(intent && !aborted, "{} before it is written", message.name());
+                let needs_nothing = !post_copy || self.has(|record| *record == Record::Fetched);
+                assert!(needs_nothing, "{} before FETCHED is written", message.name());
+            }
+            ControlMessage::Answer { word: SessionWord::Fetching, .. } => {
+                assert!(post_copy && !aborted, "FETCHING before RUN-INTENT is written");
             }
             ControlMessage::Aborted { .. }
             | ControlMessage::Answer { word: SessionWord::Aborted, .. } => {
@@ -246,25 +342,41 @@ impl DestinationHost {
             Action::Load { .. } => self.tasks.push(Task::Load),
             Action::Hash { .. } => self.tasks.push(Task::Hash),
             Action::WriteIntent(kind) => {
-                assert_eq!(kind, SessionKind::PreCopy, "no post-copy was announced");
                 assert!(self.loaded, "RUN-INTENT for a guest that is not complete");
-                self.tasks.push(Task::Intent);
+                let fetches = kind == SessionKind::PostCopy;
+                assert_eq!(fetches, self.missing.are_fetched(), "RUN-INTENT of another kind");
+                self.tasks.push(Task::Intent(kind));
             }
             Action::WriteAborted { reason } => self.tasks.push(Task::Aborted(reason)),
             Action::Run => {
-                let intent = self.has(|record| matches!(record, Record::RunIntent));
-                assert!(intent && !self.ran, "it runs before RUN-INTENT is written, or twice");
+                assert!(self.has(is_intent), "it runs before RUN-INTENT is written");
+                assert!(!self.ran || self.is_recovered, "it runs twice");
                 self.ran = true;
                 self.tasks.push(Task::Start);
             }
             Action::Discard => assert!(!self.ran, "a running guest is discarded"),
-            Action::FreeOutdated { .. }
-            | Action::FetchMissing { .. }
-            | Action::FetchAll
-            | Action::WriteFetched => {
-                panic!("no post-copy was announced")
+            Action::FetchMissing { missing } => {
+                assert!(!self.loaded, "the state is loaded before missing pages are fetched");
+                let pages = (0..8).filter(|page| missing.bitmap(SlotId(0)).is_set(*page));
+                self.missing.begin(pages.fold(0, |bits, page| bits | 1 << page));
             }
-            Action::ExpectLanes { .. } | Action::Report(_) => {}
+            Action::FetchAll => {
+                assert!(self.ran, "all pages are fetched for a guest that may never run");
+                if self.missing.count() == 0 {
+                    self.tasks.push(Task::NothingMissing);
+                }
+            }
+            Action::UseOffer { .. } => {
+                wire.fetch.close();
+                self.token.0[0] = self.token.0[0].wrapping_add(1);
+                let (word, token) = (SessionWord::Fetching, Some(self.token));
+                self.say(&ControlMessage::Answer { session: SESSION, word, token }, wire);
+            }
+            Action::WriteFetched => {
+                assert!(!self.missing.are_left(), "FETCHED while pages are missing");
+                self.tasks.push(Task::Fetched);
+            }
+            Action::FreeOutdated { .. } | Action::ExpectLanes { .. } | Action::Report(_) => {}
         }
     }
 
@@ -282,4 +394,8 @@ impl DestinationHost {
             None => {}
         }
     }
+}
+
+fn is_intent(record: &Record) -> bool {
+    matches!(record, Record::RunIntent | Record::RunIntentPostCopy)
 }

@@ -4,10 +4,16 @@
 //!
 //! These rules hold for each side whatever its peer sends. No journal has both RUN-INTENT and
 //! ABORTED. Nothing is sent or done before it is journaled. A source that has written COMMIT
-//! resumes its guest only on ABORTED or an operator's decision. If no message is forged and no
-//! operator errs, at most one host runs the guest.
+//! resumes its guest only on ABORTED or an operator's decision, and never once it has heard that
+//! the guest runs at the destination. It releases the guest only if the destination says that it
+//! needs nothing of the source, or an operator does. A destination says so only when every page is
+//! there.
+//!
+//! If no message is forged and no operator decides, at most one host runs the guest, no page that
+//! the destination lacks is released, and the destination knows which pages it lacks.
 
 mod destination;
+mod pages;
 mod source;
 
 use std::collections::VecDeque;
@@ -23,6 +29,7 @@ use vmferry_wire::{
 };
 
 use self::destination::DestinationHost;
+use self::pages::FetchLanes;
 use self::source::SourceHost;
 use super::control;
 use super::input::Input;
@@ -42,6 +49,7 @@ pub struct Wire {
     to_destination: VecDeque<ControlMessage>,
     /// Ends of rounds on the data channels.
     rounds: VecDeque<(u8, u64)>,
+    fetch: FetchLanes,
 }
 
 impl Wire {
@@ -109,6 +117,8 @@ impl World {
             10 => {
                 if let Some((lane, sequence)) = wire.rounds.pop_front() {
                     destination.end_of_round(*now, lane, sequence, wire);
+                } else if destination.wants_all() {
+                    self.fetch_a_page();
                 }
             }
             11 => {
@@ -128,12 +138,18 @@ impl World {
                 }
             }
             13 => {
-                let lane = input.byte() % 2;
+                // Either side may notice the loss of a fetch lane late, or never.
+                let (lane, noticed) = (input.byte() % 8, input.byte());
                 wire.rounds.retain(|(other, _)| *other != lane);
-                source.lose_a_lane(*now, lane, wire);
-                destination.lose_a_lane(*now, lane, wire);
+                wire.fetch.lose(lane);
+                if lane < 2 || !noticed.is_multiple_of(3) {
+                    source.lose_a_lane(*now, lane, wire);
+                }
+                if lane < 2 || noticed % 3 != 1 {
+                    destination.lose_a_lane(*now, lane, wire);
+                }
             }
-            14 => match input.byte() % 6 {
+            14 => match input.byte() % 8 {
                 0 => source.cancel(*now, wire),
                 1 => destination.cancel(*now, wire),
                 2 => {
@@ -142,8 +158,11 @@ impl World {
                 }
                 3 => {
                     wire.cut();
-                    destination.die_and_recover(input);
+                    destination.die_and_recover(*now, input, wire);
                 }
+                // The load of the state touches a page, or the guest does.
+                6 => self.fetch_a_page(),
+                7 => destination.end_the_guest(*now, wire),
                 _ if source.operator_speaks(*now, input, wire) => *honest = false,
                 _ => {}
             },
@@ -164,10 +183,22 @@ impl World {
         }
     }
 
+    /// A missing page is requested, and the answer is placed.
+    fn fetch_a_page(&mut self) {
+        if self.destination.wants_pages() && self.wire.fetch.are_open() {
+            assert!(!self.honest || self.source.serves(), "a page is requested in vain");
+            self.destination.place_a_page(self.now, &mut self.wire);
+        }
+    }
+
     fn check(&self) {
         if self.honest {
             let both = self.source.guest_runs() && self.destination.has_run();
             assert!(!both, "two hosts run the guest");
+            let lost = self.source.has_released() && self.destination.lacks_pages();
+            assert!(!lost, "pages that the destination lacks are released");
+            let known = self.source.pages.are_known_to(&self.destination.missing);
+            assert!(known, "the destination takes an outdated page for a valid one");
         }
     }
 

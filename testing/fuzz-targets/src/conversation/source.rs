@@ -1,40 +1,22 @@
 //! The source: its machine, its journal, and the actions it carries out for the machine.
 
+mod tasks;
+
 use std::time::Duration;
 
-use vmferry::config::{ChannelCount, RoundLimit, ThrottleLimit, WhenStuck};
+use vmferry::config::{ChannelCount, PostCopy, RoundLimit, ThrottleLimit, WhenStuck};
 use vmferry::machine::peer::SourceSide;
 use vmferry::machine::source::Source;
 use vmferry::machine::source::io::{Action, Ending, Input as What};
-use vmferry::rounds::tracker::LaneTotals;
 use vmferry::{GuestDescription, SourceConfig};
-use vmferry_handover::journal::Record;
+use vmferry_handover::journal::{Record, kind_of_source};
 use vmferry_handover::{OperatorWord, SessionKind, SourceState};
-use vmferry_memory::WholeHash;
 use vmferry_wire::{ControlMessage, SessionWord};
 
-use super::destination::DestinationHost;
-use super::{SESSION, Wire, carried, failure, guest, layout, link_lost, open};
+use self::tasks::Task;
+use super::pages::SourcePages;
+use super::{SESSION, Wire, carried, guest, layout, link_lost, open};
 use crate::input::Input;
-
-const DIGEST: u64 = 7;
-
-/// An action whose result is pending.
-enum Task {
-    Join,
-    ResumeControl,
-    Rejoin(u8),
-    StartLog,
-    Send(u8),
-    Harvest,
-    Pause,
-    LastHarvest,
-    Save,
-    Sum,
-    Hash(u32),
-    Commit,
-    Ask,
-}
 
 pub struct SourceHost {
     config: SourceConfig,
@@ -51,9 +33,16 @@ pub struct SourceHost {
     committed: bool,
     /// The destination or an operator has said that the guest is this side's, after COMMIT.
     may_resume: bool,
-    /// COMMIT could not be written, was never sent, and may be on disk. The guest runs on, whatever
-    /// the next process reads.
+    /// COMMIT could not be written, was never sent, and may be on disk; or KEPT could not be
+    /// written after the resume. The guest runs on, whatever the next process reads.
     ran_on: bool,
+    pub pages: SourcePages,
+    /// The destination has said that it needs nothing of this host, or an operator has.
+    may_release: bool,
+    /// The destination or an operator has said that the guest runs there, and has never all pages.
+    must_serve: bool,
+    /// The journal takes no outcome. No promise depends on one.
+    loses_outcomes: bool,
 }
 
 impl SourceHost {
@@ -70,6 +59,15 @@ impl SourceHost {
             config.timeouts.reconnect = Duration::ZERO;
         }
         config.throttle = ThrottleLimit::new(if choices & 64 == 0 { 0 } else { 80 }).unwrap();
+        // Bit 7 announces another byte: conversations without it are pre-copy.
+        let post_copy = if choices & 128 == 0 { 0 } else { input.byte() };
+        if choices & 128 != 0 {
+            config.post_copy = [PostCopy::Now, PostCopy::Auto][usize::from(post_copy & 1)];
+            config.downtime_limit = Duration::from_millis(u64::from(post_copy >> 1 & 1) * 300);
+            if post_copy & 4 != 0 {
+                (config.post_copy, config.when_stuck) = (PostCopy::Never, WhenStuck::PostCopy);
+            }
+        }
         let machine =
             Source::new(config.clone(), description(), SourceSide::new("none"), Duration::ZERO);
         let mut host = Self {
@@ -84,6 +82,10 @@ impl SourceHost {
             committed: false,
             may_resume: false,
             ran_on: false,
+            pages: SourcePages::default(),
+            may_release: false,
+            must_serve: false,
+            loses_outcomes: post_copy & 8 != 0,
         };
         host.act(wire);
         host
@@ -91,6 +93,15 @@ impl SourceHost {
 
     pub fn guest_runs(&self) -> bool {
         self.runs
+    }
+
+    pub fn has_released(&self) -> bool {
+        self.released
+    }
+
+    /// Whether requests for pages are answered, from the memory of a guest that does not change.
+    pub fn serves(&self) -> bool {
+        self.pages.are_served && !self.runs && !self.released
     }
 
     pub fn handover(&self) -> SourceState {
@@ -103,14 +114,17 @@ impl SourceHost {
     }
 
     pub fn hear(&mut self, now: Duration, message: ControlMessage, wire: &mut Wire) {
-        let aborted = match &message {
-            ControlMessage::Aborted { session, .. } => *session == SESSION,
-            ControlMessage::Answer { session, word } => {
-                *session == SESSION && *word == SessionWord::Aborted
-            }
-            _ => false,
+        let word = match &message {
+            ControlMessage::Aborted { session: SESSION, .. } => Some(SessionWord::Aborted),
+            ControlMessage::Running { session: SESSION, .. } => Some(SessionWord::Owns),
+            ControlMessage::Answer { session: SESSION, word, .. } => Some(*word),
+            _ => None,
         };
-        self.may_resume |= aborted;
+        self.may_resume |= word == Some(SessionWord::Aborted);
+        if self.machine.handover().is_committed() {
+            self.may_release |= word == Some(SessionWord::Owns);
+            self.must_serve |= word == Some(SessionWord::Fetching);
+        }
         self.handle(now, What::Control(message), wire);
     }
 
@@ -127,26 +141,37 @@ impl SourceHost {
     }
 
     pub fn lose_a_lane(&mut self, now: Duration, lane: u8, wire: &mut Wire) {
-        if lane < self.config.channels.get() {
+        if lane < self.config.channels.get() + self.config.fetch_lanes().count() {
             self.handle(now, What::LaneLost { lane, attempt: 0, error: link_lost() }, wire);
         }
     }
 
-    /// Lets an operator decide a handover in doubt. Returns whether one has decided.
+    /// Lets an operator decide a handover in doubt, or give up a guest whose pages are served.
+    /// Returns whether one has decided.
     pub fn operator_speaks(
         &mut self,
         now: Duration,
         input: &mut Input<'_>,
         wire: &mut Wire,
     ) -> bool {
-        if !matches!(self.machine.handover(), SourceState::InDoubt { .. }) {
-            return false;
-        }
-        let resumes = input.byte().is_multiple_of(2);
-        self.may_resume |= resumes;
-        let word =
-            if resumes { OperatorWord::SourceResumes } else { OperatorWord::DestinationOwns };
-        self.handle(now, What::Operator(word), wire);
+        let what = match self.machine.handover() {
+            SourceState::InDoubt { .. } if input.byte().is_multiple_of(2) => {
+                self.may_resume = true;
+                What::Operator(OperatorWord::SourceResumes)
+            }
+            SourceState::InDoubt { .. } => {
+                let lacks_pages = kind_of_source(&self.journal) == SessionKind::PostCopy;
+                self.may_release |= !lacks_pages;
+                self.must_serve |= lacks_pages;
+                What::Operator(OperatorWord::DestinationOwns)
+            }
+            SourceState::Serving => {
+                self.may_release = true;
+                What::GiveUp
+            }
+            _ => return false,
+        };
+        self.handle(now, what, wire);
         true
     }
 
@@ -155,93 +180,30 @@ impl SourceHost {
         if self.released {
             return;
         }
-        let writing = self.tasks.iter().any(|task| matches!(task, Task::Commit));
-        if writing && input.byte().is_multiple_of(2) {
-            self.journal.push(Record::Commit);
+        let writing = self.tasks.iter().find_map(|task| match task {
+            Task::Commit(kind) => Some(*kind),
+            _ => None,
+        });
+        if let Some(kind) = writing
+            && input.byte().is_multiple_of(2)
+        {
+            self.journal.push(Record::commit(kind));
             self.committed = true;
         }
         self.tasks.clear();
         self.recovered = true;
         let config = self.config.clone();
-        let has_commit = self.journal.contains(&Record::Commit);
+        let has_commit = self.journal.iter().any(Record::is_commit);
         let has_kept = self.journal.iter().any(|one| matches!(one, Record::Kept { .. }));
         // An earlier process may have failed to write COMMIT and resumed the guest; the next one
         // reads that COMMIT.
         self.committed = has_commit && !has_kept;
-        self.may_resume = false;
+        (self.may_resume, self.may_release) = (false, false);
+        self.must_serve = self.journal.contains(&Record::Serving);
+        self.pages.are_served = false;
+        wire.fetch.close();
         self.machine = Source::recovered(config, &description(), &self.journal, now);
         self.act(wire);
-    }
-
-    /// Ends one of the pending actions with success or failure.
-    pub fn finish_a_task(
-        &mut self,
-        now: Duration,
-        input: &mut Input<'_>,
-        wire: &mut Wire,
-        destination: &mut DestinationHost,
-    ) {
-        if self.tasks.is_empty() {
-            return;
-        }
-        let task = self.tasks.remove(usize::from(input.byte()) % self.tasks.len());
-        let outcome = input.byte();
-        let well = outcome < 0xe0;
-        let took = Duration::from_millis(outcome.into());
-        let what = match task {
-            Task::Commit => {
-                // A failed write may be on disk.
-                let on_disk = well || outcome.is_multiple_of(2);
-                if on_disk {
-                    self.journal.push(Record::Commit);
-                }
-                self.committed = well;
-                self.ran_on |= !well;
-                What::CommitWritten(if well { Ok(()) } else { Err(failure()) })
-            }
-            Task::ResumeControl if well && destination.resume(now, wire) => {
-                wire.cut();
-                wire.ends = [true; 2];
-                What::Resumed
-            }
-            Task::ResumeControl => What::NotResumed(link_lost()),
-            Task::Ask if well && destination.is_there() => {
-                wire.cut();
-                wire.ends = [true; 2];
-                wire.to_destination.push_back(ControlMessage::Query { session: SESSION });
-                return;
-            }
-            Task::Ask => What::LinkLost(link_lost()),
-            Task::Rejoin(lane) if well => {
-                destination.rejoin(now, lane, wire);
-                What::LaneRejoined { lane, placed: destination.placed(lane) }
-            }
-            Task::Rejoin(lane) => What::LaneNotRejoined { lane, error: link_lost() },
-            _ if !well => What::Failed(failure()),
-            Task::Join => What::LanesJoined,
-            Task::StartLog => What::LogStarted { populated_pages: 1024, stood_still: took },
-            Task::Send(lane) => {
-                let sequence = &mut self.sequences[usize::from(lane)];
-                *sequence += 1;
-                wire.rounds.push_back((lane, *sequence));
-                let totals = LaneTotals { bytes: outcome.into(), ..LaneTotals::default() };
-                What::LaneSent { lane, end_sequence: *sequence, totals }
-            }
-            Task::Harvest => {
-                What::Harvested { pages: u64::from(outcome) * 4, took, stood_still: Duration::ZERO }
-            }
-            Task::Pause => {
-                self.runs = false;
-                What::Paused { stood_still: took }
-            }
-            Task::LastHarvest => What::LastHarvest { pages: outcome.into(), took },
-            Task::Save => What::Saved { state: [outcome; 3].into(), took, paused: false },
-            Task::Sum => What::Digest(DIGEST),
-            Task::Hash(attempt) => {
-                What::Hashed { attempt, hash: WholeHash { hash: DIGEST, pages: 1 } }
-            }
-        };
-        self.handle(now, what, wire);
     }
 
     fn act(&mut self, wire: &mut Wire) {
@@ -258,23 +220,44 @@ impl SourceHost {
     fn do_it(&mut self, action: Action, wire: &mut Wire) {
         match action {
             Action::Send(message) => {
-                if matches!(message, ControlMessage::Commit { .. }) {
-                    assert!(!self.recovered, "COMMIT is sent by a process that did not write it");
-                    assert!(self.journal.contains(&Record::Commit), "COMMIT before it is written");
-                    assert!(!self.runs && self.committed);
+                match &message {
+                    ControlMessage::Commit { .. } => {
+                        assert!(!self.recovered, "COMMIT by a process that did not write it");
+                        let written = self.journal.iter().any(Record::is_commit);
+                        assert!(written, "COMMIT before it is written");
+                        assert!(!self.runs && self.committed);
+                    }
+                    ControlMessage::Final { kind: SessionKind::PostCopy, .. } => {
+                        assert!(self.serves(), "FINAL before pages are served");
+                        self.pages.keep();
+                    }
+                    _ => {}
                 }
-                if wire.ends[0] {
-                    wire.to_destination.push_back(carried(&message));
-                }
+                self.send(&message, wire);
             }
             Action::OpenLanes(_) => self.tasks.push(Task::Join),
             Action::ResumeControl { .. } => self.tasks.push(Task::ResumeControl),
-            Action::RejoinLane { lane, .. } => {
-                assert!(lane < self.config.channels.get());
-                self.tasks.push(Task::Rejoin(lane));
+            Action::RejoinLane { lane, token, attempt, .. } => {
+                assert!(lane < self.config.channels.get() + self.config.fetch_lanes().count());
+                self.tasks.push(Task::Rejoin { lane, token, attempt });
+            }
+            Action::OpenFetchLanes { token, attempts } => {
+                wire.fetch.close();
+                self.tasks.push(Task::OpenFetch { token, attempts });
+            }
+            Action::TellLacking => {
+                if let Some(message) = self.pages.lacking() {
+                    self.send(&message, wire);
+                }
+            }
+            Action::ServePages { .. } => {
+                // Nobody requests pages of a guest that ran on: it never runs at the destination.
+                assert!(!self.runs || self.ran_on, "pages of a running guest are served");
+                self.pages.are_served = true;
             }
             Action::StartLog => self.tasks.push(Task::StartLog),
             Action::SendRound { .. } => {
+                self.pages.send();
                 self.tasks.extend((0..self.config.channels.get()).map(Task::Send));
             }
             Action::Harvest => self.tasks.push(Task::Harvest),
@@ -284,18 +267,24 @@ impl SourceHost {
             Action::SumDigest => self.tasks.push(Task::Sum),
             Action::Hash { attempt } => self.tasks.push(Task::Hash(attempt)),
             Action::WriteCommit(kind) => {
-                assert_eq!(kind, SessionKind::PreCopy, "no post-copy was announced");
                 assert!(!self.recovered && !self.runs);
-                self.tasks.push(Task::Commit);
+                let serves = kind == SessionKind::PostCopy;
+                assert_eq!(serves, self.pages.are_served, "COMMIT is of another kind than FINAL");
+                self.tasks.push(Task::Commit(kind));
             }
-            Action::Ask { .. } => {
+            Action::Ask { offer, .. } => {
                 wire.cut();
-                self.tasks.retain(|task| !matches!(task, Task::Ask));
-                self.tasks.push(Task::Ask);
+                self.tasks.retain(|task| !matches!(task, Task::Ask(_)));
+                self.tasks.push(Task::Ask(offer));
             }
-            Action::WriteOutcome(record) => self.journal.push(record),
+            Action::WriteOutcome(record) => {
+                if !self.loses_outcomes {
+                    self.journal.push(record);
+                }
+            }
             Action::Recall => {
                 assert!(self.machine.handover() == SourceState::Holding);
+                assert!(!self.pages.are_served, "a guest whose pages are served runs again");
                 self.runs = true;
             }
             Action::Resume => {
@@ -304,17 +293,21 @@ impl SourceHost {
                     !self.committed || self.may_resume,
                     "resumed after COMMIT without ABORTED or an operator's decision"
                 );
+                assert!(!self.must_serve, "a guest that runs at the destination runs again");
+                wire.fetch.close();
                 self.committed = false;
-                self.runs = true;
+                self.ran_on |= self.loses_outcomes;
+                (self.runs, self.pages.are_served) = (true, false);
             }
             Action::Release => {
                 assert!(!self.runs || self.ran_on, "a running guest is given away");
+                assert!(self.may_release, "released before the destination needs nothing of it");
+                wire.fetch.close();
                 (self.runs, self.released) = (false, true);
             }
-            Action::OpenFetchLanes { .. } | Action::TellLacking | Action::ServePages { .. } => {
-                panic!("the user has not asked for post-copy")
-            }
-            Action::TellFree
+            Action::BeginCarriedPostCopy
+            | Action::CutStreams { .. }
+            | Action::TellFree
             | Action::FitWindows { .. }
             | Action::Cap(_)
             | Action::PackWith(_)
@@ -325,11 +318,17 @@ impl SourceHost {
         }
     }
 
+    fn send(&self, message: &ControlMessage, wire: &mut Wire) {
+        if wire.ends[0] {
+            wire.to_destination.push_back(carried(message));
+        }
+    }
+
     pub fn end(&mut self) {
         let handover = self.machine.handover();
         match self.machine.ending() {
             Some(Ending::Kept(_)) => assert_eq!(handover, SourceState::Kept),
-            Some(Ending::Given) => assert_eq!(handover, SourceState::Given),
+            Some(Ending::Given | Ending::Lost(_)) => assert_eq!(handover, SourceState::Given),
             None => assert!(!handover.is_final()),
         }
     }

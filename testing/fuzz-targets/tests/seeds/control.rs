@@ -5,9 +5,9 @@ use vmferry_fuzz_targets::control;
 use uuid::Uuid;
 use vmferry_memory::{SlotId, SlotLayout};
 use vmferry_wire::{
-    AlgorithmSet, CONTROL_HEADER_BYTES, ControlMessage, GuestIdentity, Hello, HelloReply,
-    HelloStatus, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, ProbeMessage, Reason, ReasonCode,
-    Release, Role, SessionId, SessionWord, Token,
+    AlgorithmSet, CONTROL_HEADER_BYTES, ControlMessage, FetchLanes, GuestIdentity, Hello,
+    HelloReply, HelloStatus, LaneOffer, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, ProbeMessage,
+    Reason, ReasonCode, Release, Role, SessionId, SessionWord, Token,
 };
 
 seed_tests!(control, places: 200, differs: |_| false);
@@ -116,7 +116,7 @@ fn messages() -> Vec<ControlMessage> {
             release: Some(release.clone()),
             algorithms: Some(AlgorithmSet::VERSION_1),
             verifies_placed: false,
-            post_copy: false,
+            post_copy: None,
         },
         ControlMessage::Refuse { reason: reason.clone(), release: Some(release) },
         ControlMessage::Placed { lane: 1, sequence: 300 },
@@ -136,8 +136,15 @@ fn messages() -> Vec<ControlMessage> {
         ControlMessage::Abort { reason },
         ControlMessage::Ping { nonce: 1 },
         ControlMessage::Pong { nonce: 1 },
-        ControlMessage::Query { session },
-        ControlMessage::Answer { session, word: SessionWord::Owns },
+        ControlMessage::Query {
+            session,
+            offer: Some(LaneOffer { first: 4, lanes: FetchLanes { faults: 2, background: 4 } }),
+        },
+        ControlMessage::Answer {
+            session,
+            word: SessionWord::Fetching,
+            token: Some(Token([7; 16])),
+        },
         ControlMessage::Withdraw {},
         ControlMessage::Free { slot: SlotId(1), runs: vec![(2, 300), (512, 1)] },
         ControlMessage::Lacking { slot: SlotId(1), first: 64, bits: vec![0x81, 0, 7] },

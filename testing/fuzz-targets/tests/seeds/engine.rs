@@ -27,3 +27,23 @@ fn seeds_of_conversations_reach_each_end() {
         assert!(ends.contains(&wanted), "{wanted:?} is not among {ends:?}");
     }
 }
+
+/// Seeds of post-copy end with all pages at the destination, with a source that serves pages, and
+/// with one whose guest was given up.
+#[test]
+fn seeds_of_post_copy_reach_each_end() {
+    let seeds = seeds::conversations();
+    let ends: Vec<_> = seeds
+        .iter()
+        .filter(|(name, _)| name.starts_with("post-copy"))
+        .map(|(_, seed)| outcome(seed))
+        .collect();
+    for wanted in [
+        (SourceState::Given, Some(DestinationState::Owns)),
+        (SourceState::Kept, Some(DestinationState::Aborted)),
+        (SourceState::Serving, Some(DestinationState::Fetching)),
+        (SourceState::Given, Some(DestinationState::Fetching)),
+    ] {
+        assert!(ends.contains(&wanted), "{wanted:?} is not among {ends:?}");
+    }
+}

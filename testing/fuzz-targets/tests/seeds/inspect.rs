@@ -7,8 +7,9 @@ use vmferry_fuzz_targets::inspect::{self, RUNS, SEALED};
 
 use self::support::{Recorded, VERSIONS};
 use vmferry_handover::journal::Record;
+use vmferry_memory::{PageRun, SlotId};
 use vmferry_transport::RECORDING_HEADER_BYTES;
-use vmferry_wire::{CONTROL_HEADER_BYTES, FRAME_HEADER_BYTES};
+use vmferry_wire::{CONTROL_HEADER_BYTES, FRAME_HEADER_BYTES, PageRequest};
 
 seed_tests!(inspect, places: 60, differs: |_| false);
 
@@ -55,6 +56,10 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
     seeds.push(("stream-and-control".into(), seed(3 | SEALED, [data, &[], control])));
     seeds.push(("whole-control".into(), seed(0, [&recorded.control, &[], &[]])));
     seeds.push(("state".into(), seed(0, [&support::state(), &[], &[]])));
+    let pages = [(8, 1), (9, 64)].map(|(first, pages)| PageRun { slot: SlotId(0), first, pages });
+    let requests = pages.map(|run| PageRequest::new(run).unwrap().encode()).concat();
+    let requests = [support::reply(2), requests].concat();
+    seeds.push(("requests".into(), seed(RUNS | 2, [control, &requests, data])));
     let journal = [Record::Commit, Record::Given { by_operator: true }, Record::Commit];
     let journal: Vec<u8> = journal.iter().flat_map(Record::encode).collect();
     seeds.push(("journal".into(), seed(1, [&journal, &[], &[]])));

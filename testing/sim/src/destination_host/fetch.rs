@@ -6,11 +6,14 @@ use std::sync::Arc;
 
 use vmferry::data::destination::place::FrameReader;
 use vmferry::link::{channel_name, lost};
-use vmferry::machine::destination::io::Input;
+use vmferry::machine::destination::io::{Input, LinkId};
 use vmferry::{MigrateError, chain};
 use vmferry_codec::{CodecError, Decoder, Decompressors, Frame};
 use vmferry_memory::{PageRun, PageSet, SlotId};
-use vmferry_wire::{FetchLanes as Announced, Hello, HelloStatus, PageRequest};
+use vmferry_wire::{
+    ControlMessage, FetchLanes as Announced, Hello, HelloStatus, LaneOffer, PageRequest,
+    SessionWord, Token,
+};
 
 use super::session::Session;
 use crate::guest::Guest;
@@ -51,6 +54,18 @@ impl FetchLanes {
     /// Lanes without channels, of which the first has this number.
     pub(super) fn new(first: u8, announced: Announced) -> Self {
         Self { first, announced, lanes: BTreeMap::new(), fetches: false, runs: false }
+    }
+
+    /// For a guest whose missing pages are known already. The source has offered no lanes yet.
+    pub(super) fn of_left() -> Self {
+        Self { fetches: true, ..Self::new(0, Announced { faults: 0, background: 0 }) }
+    }
+
+    /// Replaces all lanes by those that the source offers.
+    fn renew(&mut self, offer: LaneOffer, guest: &Guest, network: &mut Network) {
+        self.lanes.values_mut().for_each(|lane| lane.end(guest, network));
+        self.lanes.clear();
+        (self.first, self.announced) = (offer.first, offer.lanes);
     }
 
     /// Whether this is the number of a fetch lane.
@@ -119,19 +134,18 @@ impl FetchLanes {
     }
 
     /// Requests pages that vCPUs wait for. Without a channel they are requested on the next one.
-    fn request_faults(&mut self, pages: &[(SlotId, u64)], network: &mut Network) {
-        for page in pages {
-            if let Some(lane) = self.lane_for(page.0) {
-                self.request(lane, &[*page], network);
+    fn request_faults(&mut self, runs: &[PageRun], network: &mut Network) {
+        for run in runs {
+            if let Some(lane) = self.lane_for(run.slot) {
+                self.request(lane, &[*run], network);
             }
         }
     }
 
     /// Requests pages on a lane.
-    fn request(&mut self, lane: u8, pages: &[(SlotId, u64)], network: &mut Network) {
+    fn request(&mut self, lane: u8, runs: &[PageRun], network: &mut Network) {
         let Some(lane) = self.lanes.get_mut(&lane).filter(|lane| !lane.ended) else { return };
-        let runs = pages.iter().map(|&(slot, page)| PageRun { slot, first: page, pages: 1 });
-        runs.for_each(|run| lane.request(run, network));
+        runs.iter().for_each(|run| lane.request(*run, network));
     }
 
     /// Requests background pages on a lane until its window is full.
@@ -262,6 +276,22 @@ impl Session {
             self.vm.guest().lack(missing);
             fetch.fetches = true;
         }
+    }
+
+    /// Expects the offered lanes instead of earlier ones, and tells the source their token.
+    pub(super) fn use_offer(
+        &mut self,
+        link: LinkId,
+        offer: LaneOffer,
+        network: &mut Network,
+    ) -> Option<Input> {
+        let session = self.machine.session()?;
+        let token = Token(network.rng.u128(..).to_le_bytes());
+        self.fetch.as_mut()?.renew(offer, self.vm.guest(), network);
+        self.token = token;
+        let word = SessionWord::Fetching;
+        let message = ControlMessage::Answer { session, word, token: Some(token) };
+        self.send(link, &message, network)
     }
 
     /// The guest runs: all missing pages are fetched. Returns whether none is missing.

@@ -97,7 +97,7 @@ impl DestinationHost {
     pub(super) fn asked(&mut self, channel: ChannelId, bytes: &[u8], network: &mut Network) {
         let asked = ControlReader::new(bytes, network.protocol, Speaker::Asker)
             .receive("a question about a session");
-        let Ok(ControlMessage::Query { session }) = asked else {
+        let Ok(ControlMessage::Query { session, offer }) = asked else {
             return network.close(channel, Host::Destination);
         };
         if let Some(live) = &mut self.session
@@ -105,12 +105,13 @@ impl DestinationHost {
         {
             let link = LinkId(live.links.keys().map(|link| link.0).max().unwrap_or(0) + 1);
             live.links.insert(link, channel);
-            let message = ControlMessage::Query { session };
+            let message = ControlMessage::Query { session, offer };
             return self.tell(Input::Control { link, message }, network);
         }
         if let Some(word) = self.recovered_word(session, network) {
             network.note(|| format!("destination: its journal says {word:?}"));
-            network.say(channel, Host::Source, &ControlMessage::Answer { session, word });
+            let answer = ControlMessage::Answer { session, word, token: None };
+            network.say(channel, Host::Source, &answer);
         }
         network.close(channel, Host::Destination);
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use vmferry::link::lost;
 use vmferry::machine::destination::Destination;
 use vmferry::machine::destination::io::{Action, Input, LinkId, Prepared};
-use vmferry::{DestinationVm, Landing, MigrateError};
+use vmferry::{DestinationVm, Landing, MigrateError, SourceVm};
 use vmferry_codec::PageHashes;
 use vmferry_handover::journal::{Journal, JournalError, Record};
 use vmferry_memory::{GuestMemory, whole_hash_except};
@@ -19,7 +19,7 @@ use crate::disk::{Disk, SimJournal};
 use crate::guest::Vm;
 use crate::host::Host;
 use crate::network::{ChannelId, Event, Network};
-use crate::plan::{Plan, Sabotage};
+use crate::plan::Sabotage;
 
 pub(super) struct Session {
     pub(super) machine: Destination,
@@ -35,10 +35,12 @@ pub(super) struct Session {
     /// The fetch lanes, if the guest may run before all its pages have arrived.
     pub(super) fetch: Option<FetchLanes>,
     /// Whether post-copy is accepted.
-    post_copy: bool,
+    post_copy: Result<(), String>,
     /// The last FINAL that was received, for the sabotage that remembers it.
     pub(super) heard_final: Option<ControlMessage>,
     pub(super) sabotage: Option<Sabotage>,
+    /// The guest was left by an earlier process.
+    is_left: bool,
 }
 
 impl Session {
@@ -46,23 +48,43 @@ impl Session {
         machine: Destination,
         vm: Vm,
         token: Token,
-        control: ChannelId,
-        plan: &Plan,
+        control: Option<ChannelId>,
+        (post_copy, sabotage): (bool, Option<Sabotage>),
     ) -> Self {
         Self {
             machine,
             vm,
             token,
-            links: BTreeMap::from([(LinkId::CONTROL, control)]),
+            links: control.map(|control| (LinkId::CONTROL, control)).into_iter().collect(),
             attempt: 0,
             journal: None,
             memory: None,
             expected_lanes: 0,
             lanes: BTreeMap::new(),
             fetch: None,
-            post_copy: plan.post_copy,
+            post_copy: post_copy.then_some(()).ok_or_else(|| "it has none".to_owned()),
             heard_final: None,
-            sabotage: plan.sabotage,
+            sabotage,
+            is_left: false,
+        }
+    }
+
+    /// Continues with a guest that an earlier process has left without all its pages.
+    pub(super) fn of_left(
+        machine: Destination,
+        vm: Vm,
+        journal: SimJournal,
+        sabotage: Option<Sabotage>,
+    ) -> Self {
+        let memory = vm.memory();
+        let hashes = Arc::new(PageHashes::for_memory(&memory));
+        let session = Self::new(machine, vm, Token([0; 16]), None, (true, sabotage));
+        Self {
+            journal: Some(journal),
+            memory: Some((memory, hashes)),
+            fetch: Some(FetchLanes::of_left()),
+            is_left: true,
+            ..session
         }
     }
 
@@ -97,7 +119,7 @@ impl Session {
                         let hashes = Arc::new(PageHashes::for_memory(&memory));
                         self.memory = Some((memory, hashes));
                     })
-                    .map(|()| Prepared { post_copy: self.post_copy })
+                    .map(|()| Prepared { post_copy: self.post_copy.clone() })
                     .map_err(|error| MigrateError::Refused {
                         peer: "destination",
                         reason: Reason::new(ReasonCode::VmRefused, &error.to_string()),
@@ -136,11 +158,14 @@ impl Session {
                 self.fetch_missing(missing, network);
                 None
             }
+            Action::UseOffer { link, offer } => self.use_offer(link, offer, network),
             Action::FetchAll => self.begin_background(network).then_some(Input::Fetched),
             Action::WriteFetched => Some(Input::FetchedWritten(self.write_fetched())),
             Action::WriteAborted { reason } => {
                 Some(Input::AbortWritten(self.write(&Record::Aborted { reason })))
             }
+            // It may have run before an earlier process died.
+            Action::Run if self.is_left && !self.vm.guest().waits() => Some(Input::Started(Ok(()))),
             Action::Run => {
                 let started = self.vm.run();
                 Some(Input::Started(
@@ -163,7 +188,7 @@ impl Session {
         }
     }
 
-    fn send(
+    pub(super) fn send(
         &mut self,
         link: LinkId,
         message: &ControlMessage,

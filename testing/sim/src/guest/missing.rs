@@ -68,6 +68,26 @@ impl Guest {
         state.count_missing();
     }
 
+    /// A process takes over from one that has died: all pages that are not populated are missing,
+    /// and the vCPUs that wait touch their pages again. Returns their number. With `forgets` none
+    /// is missing, which no correct destination believes.
+    pub fn adopt(&self, forgets: bool) -> u64 {
+        let mut state = self.lock();
+        let Some(memory) = &state.memory else { return 0 };
+        let mut missing = PageSet::for_memory(memory);
+        if !forgets {
+            for slot in memory.slots() {
+                missing.bitmap_mut(slot.id()).set_run(0, slot.pages());
+            }
+            missing.subtract(&memory.populated().expect("a page table can be read"));
+        }
+        let pages = missing.count();
+        let waiting = std::mem::take(&mut state.missing.waiting);
+        state.missing =
+            Missing { set: Some(MissingSet::new(missing)), unhandled: waiting.clone(), waiting };
+        pages
+    }
+
     /// Whether it runs and lacks pages.
     pub fn is_fetching(&self) -> bool {
         let state = self.lock();
@@ -86,7 +106,7 @@ impl Guest {
     }
 
     /// The pages that its vCPUs have touched since the last call, as far as they must be requested.
-    pub fn take_faults(&self) -> Vec<(SlotId, u64)> {
+    pub fn take_faults(&self) -> Vec<PageRun> {
         let mut state = self.lock();
         let Missing { set: Some(set), unhandled, .. } = &mut state.missing else {
             return Vec::new();
@@ -94,11 +114,12 @@ impl Guest {
         let mut pages = std::mem::take(unhandled);
         pages.retain(|&(slot, page)| set.fault(SlotId(slot), page) == FaultAt::Unrequested);
         state.ledger.lock().fetched.faults += pages.len() as u64;
-        pages.into_iter().map(|(slot, page)| (SlotId(slot), page)).collect()
+        let run = |(slot, first)| PageRun { slot: SlotId(slot), first, pages: 1 };
+        pages.into_iter().map(run).collect()
     }
 
     /// The requested pages that its vCPUs wait for.
-    pub fn awaited(&self) -> Vec<(SlotId, u64)> {
+    pub fn awaited(&self) -> Vec<PageRun> {
         self.lock().missing.set.as_ref().map_or_else(Vec::new, MissingSet::awaited)
     }
 

@@ -46,6 +46,8 @@ pub enum Sabotage {
     PlaceLate,
     /// The destination reports that it has all pages while one is missing.
     FetchedEarly,
+    /// A restarted destination takes missing pages for zeros.
+    ForgetMissing,
     /// The destination does not repeat requests whose answers were lost with a channel.
     ForgetRequests,
 }

@@ -93,7 +93,8 @@ impl Process {
             }
             _ => {
                 self.control = Some(channel);
-                let message = ControlMessage::Query { session: self.session };
+                let (session, offer) = (self.session, self.offer);
+                let message = ControlMessage::Query { session, offer };
                 let broken = std::io::ErrorKind::BrokenPipe.into();
                 if network.say(channel, Host::Destination, &message) {
                     return Vec::new();
@@ -123,7 +124,8 @@ impl SourceHost {
             let wait = Duration::from_millis(2);
             if dial.role == Role::Query {
                 process.dialing.retain(|known| known.dial != dial);
-                let message = ControlMessage::Answer { session, word: SessionWord::Unknown };
+                let word = SessionWord::Unknown;
+                let message = ControlMessage::Answer { session, word, token: None };
                 let input = Input::Control(self.sabotaged(message));
                 return network.after(wait, Event::Source(number, input));
             }

@@ -9,7 +9,7 @@ use vmferry::machine::source::io::Input;
 use vmferry::rounds::lacking::lacking_messages;
 use vmferry_codec::{Choice, DeltaUse, EncodedFrame};
 use vmferry_memory::{PageRun, SlotId};
-use vmferry_wire::{ControlMessage, FetchLanes, PAGE_REQUEST_BYTES, PageRequest, Role, Token};
+use vmferry_wire::{ControlMessage, PAGE_REQUEST_BYTES, PageRequest, Role, Token};
 
 use super::Process;
 use super::guest_side::CHOICES;
@@ -19,7 +19,6 @@ use crate::network::{ChannelId, Network};
 use crate::plan::Sabotage;
 
 /// All fetch lanes of a process.
-#[derive(Default)]
 pub(super) struct FetchServers {
     servers: Vec<Server>,
     /// The number of channels that are still being opened for the first time.
@@ -47,6 +46,11 @@ struct Server {
 }
 
 impl FetchServers {
+    /// Servers without lanes.
+    pub(super) fn new(first_background: u8) -> Self {
+        Self { servers: Vec::new(), opening: 0, first_background, round: None }
+    }
+
     /// Answers requests from now on.
     pub(super) fn serve(&mut self, round: u32) {
         self.round = Some(round);
@@ -77,13 +81,11 @@ impl Process {
     pub(super) fn open_fetch_lanes(
         &mut self,
         token: Token,
-        lanes: FetchLanes,
         attempts: &[u64],
         network: &mut Network,
     ) {
         self.fetch.channels().for_each(|channel| network.close(channel, Host::Source));
         self.fetch.servers.clear();
-        self.fetch.first_background = self.channels + lanes.faults;
         self.fetch.opening = attempts.len();
         for (lane, &attempt) in (self.channels..).zip(attempts) {
             self.dial(Role::Data, lane, (token, attempt), std::time::Duration::ZERO, network);

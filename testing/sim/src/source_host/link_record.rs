@@ -8,6 +8,10 @@ use vmferry::machine::source::io::{Action, Report};
 /// What the source knows about its channels, by its own reports.
 #[derive(Clone, Debug, Default)]
 pub struct LinkRecord {
+    /// How often the source has reported that it is connected.
+    pub connected: u64,
+    /// Whether it was ready before it had reported that.
+    pub ready_unconnected: bool,
     /// Since when a lost channel can be reconnected.
     pub begun: Option<Duration>,
     /// Channels that are lost and being reconnected.
@@ -27,6 +31,8 @@ impl LinkRecord {
     pub(super) fn note(&mut self, action: &Action, now: Duration) {
         match action {
             Action::SendRound { round: 1, .. } => self.begun = Some(now),
+            Action::Report(Report::Connected { .. }) => self.connected += 1,
+            Action::Report(Report::Ready) => self.ready_unconnected |= self.connected == 0,
             Action::Report(Report::LinkLost { channel, .. }) => {
                 self.away.insert(channel.clone());
             }

@@ -3,19 +3,18 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use vmferry::MigrateError;
-use vmferry::SourceVm;
 use vmferry::data::source::page_encoder::PageEncoder;
 use vmferry::link::lost;
 use vmferry::machine::source::Source;
 use vmferry::machine::source::io::{Action, Input};
 use vmferry::rounds::freed::{Freed, free_messages};
 use vmferry::rounds::harvester::{Harvester, Omission};
+use vmferry::{MigrateError, SourceConfig, SourceVm};
 use vmferry_codec::{HotPages, PageHashes};
 use vmferry_handover::journal::Journal;
 use vmferry_handover::{Running, SourceGuest};
 use vmferry_memory::whole_hash_except;
-use vmferry_wire::{ControlMessage, Role, SessionId, Token};
+use vmferry_wire::{ControlMessage, LaneOffer, Role, SessionId, Token};
 
 use super::dialing::Dialing;
 use super::fetch::FetchServers;
@@ -47,6 +46,8 @@ pub(super) struct Process {
     pub(super) channels: u8,
     pub(super) lanes: Vec<Lane>,
     pub(super) fetch: FetchServers,
+    /// The fetch lanes to offer with the next question.
+    pub(super) offer: Option<LaneOffer>,
     /// One worker for all lanes.
     pub(super) encoder: PageEncoder,
     pub(super) sabotage: Option<Sabotage>,
@@ -59,14 +60,15 @@ pub(super) struct Start {
     pub(super) vm: Vm,
     pub(super) journal: Option<SimJournal>,
     pub(super) control: Option<ChannelId>,
-    pub(super) session: SessionId,
-    pub(super) channels: u8,
+    pub(super) config: SourceConfig,
     pub(super) sabotage: Option<Sabotage>,
 }
 
 impl Process {
     pub(super) fn new(start: Start) -> Self {
-        let Start { number, machine, vm, journal, control, session, channels, sabotage } = start;
+        let Start { number, machine, vm, journal, control, config, sabotage } = start;
+        let (session, channels) = (config.session, config.channels.get());
+        let first_background = channels + config.fetch_lanes().faults;
         let memory = vm.memory();
         let hashes = Arc::new(PageHashes::for_memory(&memory));
         let hot = Arc::new(HotPages::new(HOT_BYTES));
@@ -92,7 +94,8 @@ impl Process {
             dials: 0,
             channels,
             lanes: Vec::new(),
-            fetch: FetchServers::default(),
+            offer: None,
+            fetch: FetchServers::new(first_background),
             encoder,
             sabotage,
         }
@@ -167,8 +170,8 @@ impl Process {
                 guest.work(&mut network.rng, writes);
                 Some(self.harvest().unwrap_or_else(Input::Failed))
             }
-            Action::OpenFetchLanes { token, lanes, attempts } => {
-                self.open_fetch_lanes(token, lanes, &attempts, network);
+            Action::OpenFetchLanes { token, attempts } => {
+                self.open_fetch_lanes(token, &attempts, network);
                 None
             }
             Action::TellLacking => self
@@ -180,7 +183,9 @@ impl Process {
                 None
             }
             // No guest of the simulation is carried.
-            Action::Throttle { .. }
+            Action::BeginCarriedPostCopy
+            | Action::CutStreams { .. }
+            | Action::Throttle { .. }
             | Action::SwitchOver
             | Action::LimitDowntime(_)
             | Action::Cap(_)
@@ -227,7 +232,8 @@ impl Process {
                 self.held.release();
                 None
             }
-            Action::Ask { delay } => {
+            Action::Ask { delay, offer } => {
+                self.offer = offer;
                 self.dial_control(Role::Query, (Token([0; 16]), 0), delay, network);
                 None
             }

@@ -32,7 +32,7 @@ fn undisturbed_schedule_fetches_all_pages_and_enumerates_its_messages() {
 }
 
 #[test]
-fn post_copy_meets_every_kind_of_fault_that_needs_no_recovery() {
+fn post_copy_meets_every_kind_of_fault() {
     let plans = (0..Plan::boundaries()).map(|number| Plan::new(Seed::Boundary(number)));
     let plans: Vec<Plan> = plans.filter(|plan| plan.post_copy).collect();
     let meets =
@@ -56,7 +56,7 @@ fn post_copy_meets_every_kind_of_fault_that_needs_no_recovery() {
     }));
     assert!(meets(|fault| matches!(fault, Fault::Vm { .. })));
     assert!(meets(|fault| matches!(fault, Fault::Slow { .. })));
-    assert!(!meets(|fault| matches!(fault, Fault::Crash { .. })));
+    assert!(meets(|fault| matches!(fault, Fault::Crash { .. })));
 }
 
 /// A guest that runs at the destination needs the source, so no lost channel ends a migration.
@@ -72,6 +72,58 @@ fn cut_while_pages_are_fetched_ends_no_migration() {
             assert_eq!((outcome.end, &outcome.violations[..]), (SourceEnd::Given, &[][..]));
         }
     }
+}
+
+/// Processes that die while pages are missing, one of them or both.
+#[test]
+fn restarted_process_goes_on_where_the_other_one_died() {
+    let first = number_of(&undisturbed(0), "ANSWER");
+    let (mut taken_over, mut served_again) = (0, 0);
+    for message in first..first + 30 {
+        let back_after = Duration::from_secs(5);
+        let crash = |host| Fault::Crash { host, message, back_after };
+        let (here, there) = (crash(Host::Source), crash(Host::Destination));
+        for faults in [vec![here], vec![there], vec![here, there]] {
+            let mut plan = undisturbed(0);
+            (plan.outlives, plan.faults) = (true, faults);
+            let outcome = run(&plan, false);
+            assert_eq!((outcome.end, &outcome.violations[..]), (SourceEnd::Given, &[][..]));
+            assert!(!outcome.crashed_there && !outcome.given_up, "{outcome:?}");
+            taken_over += outcome.taken_over;
+            served_again += outcome.served_again;
+        }
+    }
+    assert!(taken_over > 20 && served_again > 10, "{taken_over} {served_again}");
+}
+
+/// A guest that lives in the process which receives it dies with that process. Its source keeps the
+/// memory until an operator gives the guest up.
+#[test]
+fn guest_that_dies_while_it_lacks_pages_is_given_up() {
+    let mut plan = undisturbed(0);
+    let message = number_of(&plan, "ANSWER") + 5;
+    let back_after = Duration::from_secs(5);
+    plan.faults = vec![Fault::Crash { host: Host::Destination, message, back_after }];
+    plan.outlives = false;
+    let outcome = run(&plan, false);
+    assert_eq!((outcome.end, &outcome.violations[..]), (SourceEnd::Given, &[][..]));
+    assert!(outcome.given_up && outcome.crashed_there, "{outcome:?}");
+}
+
+#[test]
+fn sabotage_of_a_restarted_destination_is_detected() {
+    let outcome = |sabotage| {
+        let mut plan = undisturbed(0);
+        let message = number_of(&plan, "ANSWER") + 5;
+        let back_after = Duration::from_secs(5);
+        plan.faults = vec![Fault::Crash { host: Host::Destination, message, back_after }];
+        (plan.outlives, plan.sabotage) = (true, sabotage);
+        run(&plan, false)
+    };
+    assert_eq!(outcome(None).violations, [""; 0]);
+    let violations = outcome(Some(Sabotage::ForgetMissing)).violations;
+    let detected = |text: &String| text.contains("is not version");
+    assert!(violations.iter().any(detected), "{violations:?}");
 }
 
 /// Nobody sends on a fetch lane whose answers were lost, so only the silence of the control channel

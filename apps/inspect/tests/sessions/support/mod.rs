@@ -22,8 +22,8 @@ use vmferry_wire::{
 pub const VERSIONS: std::ops::RangeInclusive<u16> = PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION_MAX;
 
 pub const SESSION: SessionId = SessionId([5; 16]);
-const TOKEN: Token = Token([9; 16]);
-const PAGES: u64 = 2048;
+pub const TOKEN: Token = Token([9; 16]);
+pub const PAGES: u64 = 2048;
 
 /// The four files of a session with one lane, as the source records them.
 #[derive(Clone)]
@@ -41,18 +41,18 @@ pub struct Recorded {
     pub messages_back: Vec<usize>,
 }
 
-fn begin(direction: Direction, connection: u32) -> Vec<u8> {
+pub fn begin(direction: Direction, connection: u32) -> Vec<u8> {
     RecordingHeader { side: RecordingSide::Source, direction, connection, at: 1_790_000_000 }
         .encode()
         .to_vec()
 }
 
-fn hello(version: u16, role: Role, token: Token) -> Vec<u8> {
+pub fn hello(version: u16, role: Role, token: Token) -> Vec<u8> {
     let (version_min, lane, attempt) = (PROTOCOL_VERSION_MIN, 0, 0);
     Hello { version_min, version_max: version, role, lane, token, attempt }.encode().to_vec()
 }
 
-fn reply(version: u16) -> Vec<u8> {
+pub fn reply(version: u16) -> Vec<u8> {
     let (version_min, placed) = (PROTOCOL_VERSION_MIN, 0);
     HelloReply { status: HelloStatus::Ok, version_min, version_max: version, version, placed }
         .encode()
@@ -114,7 +114,7 @@ impl Recorded {
                 release,
                 algorithms: None,
                 verifies_placed: false,
-                post_copy: false,
+                post_copy: None,
             },
             ControlMessage::Placed { lane: 0, sequence: last },
             ControlMessage::Ready { digest: 7, load_us: 80 },

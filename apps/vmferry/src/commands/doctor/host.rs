@@ -11,7 +11,8 @@ use vmferry::chain;
 use vmferry::config::policy::Policy;
 use vmferry::probe::HostFacts;
 use vmferry_dirty::UffdLog;
-use vmferry_memory::{GuestMemory, MemoryKind, SlotId, SlotLayout};
+use vmferry_faults::FaultDescriptor;
+use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
 
 pub use self::journals::journals_on_disk;
 pub use self::room::{look_for_any_room, look_for_room};
@@ -23,6 +24,7 @@ const HERE: &str = "this host";
 pub fn look(host: &HostFacts, findings: &mut Findings) {
     look_at_kvm(findings);
     look_at_kernel(host, findings);
+    look_at_post_copy(host, findings);
     look_at_ptrace(findings);
     journals::look(findings);
     look_at_memory(host, findings);
@@ -82,6 +84,26 @@ fn look_at_kernel(host: &HostFacts, findings: &mut Findings) {
                  to /dev/userfaultfd; without it QEMU guests are carried",
             );
         }
+    }
+}
+
+/// Whether a guest may be received here before it has all its pages: KVM's faults are the kernel's.
+fn look_at_post_copy(host: &HostFacts, findings: &mut Findings) {
+    let kernel = host.kernel.as_deref().unwrap_or("unknown");
+    let object = format!("Linux {kernel}");
+    match FaultDescriptor::open(PAGE_SIZE as u64) {
+        Ok(_) => findings.ok(
+            "post-copy",
+            object,
+            "has userfaultfd for the kernel's faults too, and this user may use it",
+        ),
+        Err(error) => findings.bad(
+            "post-copy",
+            Level::Note,
+            object,
+            chain(&error),
+            "without it this host receives guests with pre-copy only",
+        ),
     }
 }
 

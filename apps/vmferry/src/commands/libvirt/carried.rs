@@ -139,6 +139,7 @@ impl DaemonStreams {
             if found.is_some() || Instant::now() >= deadline {
                 return found;
             }
+            // The daemon notes a failure some time after libvirt has reported it.
             std::thread::sleep(RETRY_PERIOD);
         }
     }

@@ -64,6 +64,10 @@ impl Handler for LibvirtService {
                 ErrorCode::WrongState,
                 "libvirt has no hold before the switchover, so there is nothing to release",
             ),
+            Request::GiveUp => refuse(
+                ErrorCode::WrongState,
+                "QEMU fetches the pages of this guest, so there is nothing to give up here",
+            ),
             Request::Resolve { .. } => refuse(
                 ErrorCode::WrongState,
                 "this guest is not in doubt, so there is nothing to decide",

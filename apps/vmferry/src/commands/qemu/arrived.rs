@@ -1,10 +1,10 @@
 //! Guests that an earlier receiver received and that are still in their QEMUs.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use vmferry::destination::Witness;
+use vmferry::destination::{Notice, Owned, Received, Witness, fetch_for_left, record_fetched};
 use vmferry_handover::journal::{self, LaterSession, Record, Side, recovered_word};
 use vmferry_qemu::{Arrived, Finished, Qmp};
 use vmferry_sandbox::Files;
@@ -15,6 +15,7 @@ use super::hook::{self, Call, Outcome, Phase};
 use super::waiting::{Over, RETRY_PERIOD, START_TIMEOUT, Waiting, is_of_another_user, report_end};
 use crate::args::ReceiveOptions;
 use crate::commands::directories;
+use crate::commands::reception::tell;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
@@ -36,6 +37,8 @@ pub enum Left {
     Nothing,
     /// A guest that this host owns.
     Guest(Arrived),
+    /// A guest that this host owns, and that lacks pages.
+    Lacking(Arrived),
     /// A QEMU whose guest never runs here. It was told to quit, and may have exited.
     EndedQemu(u32),
 }
@@ -46,7 +49,21 @@ pub enum Left {
 /// socket now is considered.
 pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found, Failure> {
     let journals = directories()?.journals();
-    let mut all = Arrived::find(&journals, receiver)?;
+    let found = Arrived::find(&journals, receiver)?;
+    // While a guest waits for pages its QEMU may not answer, and other guests must not delay it.
+    let (mut lacking, mut all): (Vec<_>, Vec<_>) =
+        found.into_iter().partition(|one| lacks_pages(&journals, one.session()));
+    if let Some(one) = lacking.pop() {
+        let left = if one.fetches_by_itself() {
+            one.must_have_all_pages()?;
+            record_fetched(&journals, one.session())
+                .map_err(|error| Failure::of(Code::Internal, error))?;
+            Left::Guest(one)
+        } else {
+            Left::Lacking(one)
+        };
+        return Ok(Found { left, kept: Vec::new() });
+    }
     if let Some(qmp) = qmp
         && !all.is_empty()
     {
@@ -108,6 +125,12 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found
     Ok(Found { left, kept })
 }
 
+/// Whether the guest of a session runs here and lacks pages, by its journal.
+pub fn lacks_pages(journals: &Path, session: SessionId) -> bool {
+    let records = journal::read(journals, session, Side::Destination).unwrap_or_default();
+    journal::recover_destination(&records).is_some_and(|(state, _)| state.is_fetching())
+}
+
 /// The hook call for a session whose outcome is decided.
 fn after(journals: &Path, session: SessionId, result: Outcome) -> Option<Call> {
     let records = journal::read(journals, session, Side::Destination).ok()?;
@@ -149,35 +172,99 @@ pub fn answer_for(
     waiting.run_kept(kept, output)?;
     // From here on, a source in doubt learns that this host has the guest.
     let witness = Witness::listen(listener, &waiting.config)?;
-    let Some((guest, finished)) = finish(&mut arrived, &waiting, output)? else {
-        return Ok(());
-    };
-    let how = match finished {
-        Finished::RunsAlready => "runs here",
-        Finished::Continued => "was not running yet, and runs here now",
-        Finished::StandsStill => {
-            "was not paused by this migration and stays paused until it is resumed by QMP"
-        }
-    };
-    let event = json!({
-        "event": "found", "guest": guest, "session": arrived.session(), "qmp": qmp, "pid": pid,
-        "continued": finished == Finished::Continued, "running": finished != Finished::StandsStill,
-    });
+    let Some(finished) = finish(&mut arrived, &waiting, output)? else { return Ok(()) };
+    let found = Completed { pid, qmp, session: arrived.session(), finished };
+    found.report(&waiting, output)?;
+    waiting.await_end(&found.qmp, Some(pid), output);
+    drop(witness);
+    Ok(())
+}
+
+/// Fetches the missing pages of a guest that this host owns, completes its handover, and answers
+/// for it until its QEMU ends.
+pub fn fetch_for(
+    arrived: Arrived,
+    kept: Vec<Call>,
+    listener: Listener,
+    options: &ReceiveOptions,
+    output: &Output,
+) -> Result<(), Failure> {
+    let (pid, qmp, session) = (arrived.pid(), arrived.monitor().to_owned(), arrived.session());
+    // Before the restrictions, which forbid to look into other processes.
+    let left = arrived.take_over(&directories()?.journals())?;
+    let mut files = Files::default();
+    // Shows whether QEMU's process is stopped.
+    files.read.push(format!("/proc/{pid}/stat").into());
+    let waiting = Waiting::begin(&listener, options, files, is_of_another_user(pid), output)?;
+    waiting.watch(Some(pid), &qmp)?;
+    waiting.run_kept(kept, output)?;
+    let event = json!({ "event": "taking-over", "session": session, "qmp": qmp, "pid": pid });
     output.event(&event, || {
+        format!(
+            "the guest in QEMU process {pid}, QMP at {}, was started by an earlier vmferry, and \
+             lacks pages: they are fetched as soon as its source asks",
+            qmp.display()
+        )
+    });
+    let mut watch = |notice: &Notice| tell(notice, output);
+    let owned = match fetch_for_left(listener, left, session, &waiting.config, &mut watch) {
+        Received::Owns(owned) => *owned,
+        Received::Nothing { error, .. } => return Err(error.into()),
+    };
+    let Owned { vm: mut left, witness, .. } = owned;
+    match left.finish() {
+        Ok(finished) => {
+            drop(left);
+            let found = Completed { pid, qmp: qmp.clone(), session, finished };
+            found.report(&waiting, output)?;
+        }
+        // Then its end is reported.
+        Err(_) if !Path::new(&format!("/proc/{pid}")).exists() => {}
+        Err(error) => return Err(error.into()),
+    }
+    waiting.await_end(&qmp, Some(pid), output);
+    drop(witness);
+    Ok(())
+}
+
+/// A guest whose arrival was completed.
+struct Completed {
+    pid: u32,
+    qmp: PathBuf,
+    session: SessionId,
+    finished: (GuestIdentity, Finished),
+}
+
+impl Completed {
+    /// Reports it, and runs the hook.
+    fn report(&self, waiting: &Waiting, output: &Output) -> Result<(), Failure> {
+        let Self { pid, qmp, session, finished: (guest, finished) } = self;
+        let how = match finished {
+            Finished::RunsAlready => "runs here",
+            Finished::Continued => "was not running yet, and runs here now",
+            Finished::StandsStill => {
+                "was not paused by this migration and stays paused until it is resumed by QMP"
+            }
+        };
+        let event = json!({
+            "event": "found", "guest": guest, "session": session, "qmp": qmp, "pid": pid,
+            "continued": *finished == Finished::Continued,
+            "running": *finished != Finished::StandsStill,
+        });
+        output.event(&event, || {
         format!(
             "{guest} was received by an earlier vmferry, is in QEMU process {pid}, QMP at {}, and \
              {how}. vmferry answers its source and takes no other guest until its QEMU ends",
             qmp.display()
         )
     });
-    // The hook runs even if the earlier receiver has run it: hooks must be repeatable.
-    let (journals, session) = (directories()?.journals(), arrived.session());
-    if finished != Finished::StandsStill || is_here(&journals, session, &guest) {
-        waiting.run_after(after(&journals, session, Outcome::Moved), output);
+        // The hook runs even if the earlier receiver has run it: hooks must be repeatable.
+        let journals = directories()?.journals();
+        if *finished != Finished::StandsStill || is_here(&journals, *session, guest) {
+            waiting.run_after(after(&journals, *session, Outcome::Moved), output);
+        }
+        Ok(())
     }
-    waiting.await_end(&qmp, Some(pid), output);
-    drop(witness);
-    Ok(())
 }
 
 /// Answers for the sessions of a QEMU that was ended, long enough for a source in doubt to ask.

@@ -25,6 +25,8 @@ pub struct Moved {
     pub quit: Box<dyn FnOnce() -> Result<Release, QemuError>>,
     /// Statistics of the migration.
     pub stats: Box<SourceStats>,
+    /// Why it has lost pages there, if it has.
+    pub lost: Option<MigrateError>,
 }
 
 /// A guest that is still here. Other clients can connect to its QMP socket again.
@@ -245,7 +247,11 @@ impl Found {
             Reached::Attached(attached) => {
                 match migrate(*attached, dialer, config, orders, watch) {
                     SourceOutcome::Given { vm, stats } => {
-                        Ok(Moved { quit: Box::new(move || vm.quit()), stats })
+                        Ok(Moved { quit: Box::new(move || vm.quit()), stats, lost: None })
+                    }
+                    SourceOutcome::Lost { vm, error, stats } => {
+                        let quit = Box::new(move || vm.quit());
+                        Ok(Moved { quit, stats, lost: Some(error) })
                     }
                     SourceOutcome::Kept { error, mut vm, .. } => {
                         let (runs, stays_paused) = (vm.is_running(), vm.is_paused());
@@ -258,7 +264,11 @@ impl Found {
             Reached::Carried { source: carried, .. } => {
                 match migrate_streamed(*carried, dialer, config, orders, watch) {
                     SourceOutcome::Given { vm, stats } => {
-                        Ok(Moved { quit: Box::new(move || vm.quit()), stats })
+                        Ok(Moved { quit: Box::new(move || vm.quit()), stats, lost: None })
+                    }
+                    SourceOutcome::Lost { vm, error, stats } => {
+                        let quit = Box::new(move || vm.quit());
+                        Ok(Moved { quit, stats, lost: Some(error) })
                     }
                     SourceOutcome::Kept { error, vm, .. } => {
                         let (runs, stays_paused) = (vm.is_running(), vm.is_paused());

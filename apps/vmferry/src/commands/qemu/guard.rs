@@ -6,18 +6,18 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
+use vmferry::VmError;
 use vmferry::source::{Orders, Recovered, recover};
-use vmferry::{SourceConfig, VmError};
-use vmferry_control::{Handler, Server, ServerError, TlsFiles};
-use vmferry_handover::journal::JournalError;
+use vmferry_control::{Handler, MigrateRequest, Server, ServerError, TlsFiles};
+use vmferry_handover::journal::{self, JournalError, Record};
 use vmferry_qemu::{AbandonedQemu, ProcessIdentity, QemuError, Release, Settings, wait_until_gone};
 use vmferry_transport::Ticket;
 use vmferry_wire::SessionId;
@@ -64,6 +64,8 @@ pub struct GuardOrder {
     pub by_ticket: bool,
     /// This host's identity.
     pub tls: Option<TlsFiles>,
+    /// The migration, for its channels and its bandwidth cap.
+    pub request: MigrateRequest,
     /// The settings of QEMU's migration before vmferry changed them.
     pub settings: Settings,
     /// The guest was paused before the migration and stays paused.
@@ -168,6 +170,7 @@ fn bind(order: &GuardOrder, orders: &Orders, deadline: Instant) -> Option<Server
         match Server::bind(&order.socket, Arc::clone(&service) as Arc<dyn Handler>) {
             Ok(server) => return Some(server),
             Err(ServerError::InUse { .. }) if Instant::now() < deadline => {
+                // Nothing reports that the sender that has died has released the socket.
                 std::thread::sleep(POLL_PERIOD);
             }
             Err(_) => return None,
@@ -179,7 +182,10 @@ fn take_over(order: &GuardOrder, undecided: Undecided, output: &Output) -> Resul
     let deadline = Instant::now() + DEATH_TIMEOUT;
     let orders = Orders::new();
     let server = bind(order, &orders, deadline);
-    let mut config = SourceConfig::new(order.journals.clone());
+    let request = order.request.clone();
+    let mut config = request
+        .source_config(order.journals.clone())
+        .map_err(|error| Failure::of(Code::Usage, error))?;
     config.session = order.session;
     let mut dialer = dialer(&order.to, order.tls.as_ref())?;
     dialer.ticket = order.by_ticket.then_some(Ticket(order.session.0));
@@ -187,15 +193,19 @@ fn take_over(order: &GuardOrder, undecided: Undecided, output: &Output) -> Resul
         .was_paused(order.paused)
         .left_in(order.pid, order.session, &order.journals);
     let mut asleep = Asleep::new(output);
+    note_interrupted_post_copy(&qemu, (&order.journals, order.session), output);
     let recovered = loop {
         match recover(qemu, &dialer, config.clone(), &orders, &mut |_| {}) {
-            Ok(Recovered::Stuck(again, error)) if QemuError::is_timeout_of(&error) => {
+            Ok(Recovered::Stuck(again, error) | Recovered::Unread(again, error))
+                if QemuError::is_timeout_of(&error) =>
+            {
                 asleep.wait(&error)?;
                 qemu = again;
             }
             Ok(recovered) => break recovered,
             Err((again, JournalError::InUse { .. })) if Instant::now() < deadline => {
                 qemu = again;
+                // Nothing reports that the sender that has died has released the journal.
                 std::thread::sleep(POLL_PERIOD);
             }
             Err((again, JournalError::Io { source, .. }))
@@ -227,6 +237,13 @@ fn take_over(order: &GuardOrder, undecided: Undecided, output: &Output) -> Resul
                 report_kept(&release, output);
             }
         }
+        Recovered::Lost(qemu, error) => {
+            output.note(vmferry::chain(&error));
+            if !order.keep_source {
+                report_kept(&end(&qemu, &mut asleep)?, output);
+            }
+        }
+        Recovered::Unread(_, error) => return Err(unread(&error)),
         // A later session leads the guest.
         Recovered::Stuck(_, error) if QemuError::is_sent_again(&error) => {
             output.note(error.to_string());
@@ -238,6 +255,35 @@ fn take_over(order: &GuardOrder, undecided: Undecided, output: &Output) -> Resul
         }
     }
     Ok(())
+}
+
+/// The failure if pages that the destination lacks can't be read.
+pub fn unread(error: &VmError) -> Failure {
+    let text = format!(
+        "the guest runs at the destination and may lack pages, which can't be read here: {error}. \
+         Keep this QEMU, and run `vmferry send` for it again"
+    );
+    Failure::new(Code::Internal, text)
+}
+
+/// Tells the operator what to do if the guest has moved in this session and QEMU has been sending
+/// pages itself, until the process that carried them died.
+pub fn note_interrupted_post_copy(
+    qemu: &AbandonedQemu,
+    (journals, session): (&Path, SessionId),
+    output: &Output,
+) {
+    let records = journal::read(journals, session, journal::Side::Source).unwrap_or_default();
+    // A QEMU that does not answer is waited for later.
+    if records.iter().any(Record::is_commit) && qemu.is_in_post_copy().unwrap_or(false) {
+        output.event(&json!({ "event": "post-copy-interrupted", "session": session }), || {
+            "the guest runs at the destination and needs pages of this QEMU, whose own post-copy \
+             was interrupted, because the vmferry process that carried it has died. Connect both \
+             QEMUs: `migrate-recover` with an address at the destination's, `migrate` with that \
+             address and `\"resume\": true` at this one"
+                .into()
+        });
+    }
 }
 
 /// Runs the hook's `after`. The sender may have run it already.

@@ -7,8 +7,12 @@ use std::thread::JoinHandle;
 
 use parking_lot::Mutex;
 use serde_json::json;
+use vmferry::destination::FetchHandle;
 use vmferry::source::{Orders, Report};
+use vmferry::vmm::streamed::{LateEnd, LateStreams};
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
+use vmferry_faults::FaultRanges;
+use vmferry_memory::GuestMemory;
 use vmferry_qemu::ProcessIdentity;
 use vmferry_wire::{GuestIdentity, SessionId};
 
@@ -221,6 +225,30 @@ impl<V: DestinationVm> DestinationVm for Hooked<V> {
         Ok(())
     }
 
+    fn takes_post_copy(&self) -> Result<(), VmError> {
+        self.vm.takes_post_copy()
+    }
+
+    fn fetch_begins(&mut self, fetch: FetchHandle) {
+        self.vm.fetch_begins(fetch);
+    }
+
+    fn fetch_ends(&mut self) {
+        self.vm.fetch_ends();
+    }
+
+    fn register_faults(&mut self, memory: &GuestMemory) -> Result<FaultRanges, VmError> {
+        self.vm.register_faults(memory)
+    }
+
+    fn late_streams(&mut self) -> Result<LateStreams, VmError> {
+        self.vm.late_streams()
+    }
+
+    fn late_end(&mut self) -> Result<LateEnd, VmError> {
+        self.vm.late_end()
+    }
+
     fn stay_paused(&mut self) -> Result<(), VmError> {
         self.vm.stay_paused()
     }
@@ -246,3 +274,6 @@ impl<V: DestinationVm> DestinationVm for Hooked<V> {
         self.vm.run()
     }
 }
+
+#[cfg(test)]
+mod tests;

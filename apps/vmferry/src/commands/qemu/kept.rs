@@ -1,7 +1,8 @@
-//! Reports memory files of the source whose pages could not be freed.
+//! Reports what is left of a guest at its source: memory files whose pages could not be freed,
+//! and a QEMU that could not be quit.
 
 use serde_json::json;
-use vmferry_qemu::Release;
+use vmferry_qemu::{QemuError, Release};
 
 use crate::output::Output;
 
@@ -13,4 +14,12 @@ pub(super) fn report_kept(release: &Release, output: &Output) {
             format!("{path} keeps the pages of the guest that has moved: {why}")
         });
     }
+}
+
+/// Reports that the QEMU of a guest that has moved could not be quit.
+pub(super) fn report_not_ended(error: &QemuError, output: &Output) {
+    let reason = vmferry::chain(error);
+    output.event(&json!({ "event": "not-ended", "reason": reason }), || {
+        format!("the source's QEMU could not be quit; do not resume its guest: {reason}")
+    });
 }

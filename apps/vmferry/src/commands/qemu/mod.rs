@@ -10,6 +10,7 @@ mod kept;
 pub mod receive;
 pub mod send;
 mod service;
+mod settle;
 pub mod starter;
 mod waiting;
 
@@ -39,15 +40,21 @@ impl From<QemuError> for Failure {
             | QemuError::Unsupported(_)
             | QemuError::Unattachable(_)
             | QemuError::Unproved { .. }
-            | QemuError::SameFile { .. } => Code::Incompatible,
+            | QemuError::SameFile { .. }
+            | QemuError::NoFaults { .. }
+            | QemuError::FreesPages
+            | QemuError::HugePages => Code::Incompatible,
             QemuError::FileInUse { .. } => Code::Busy,
             QemuError::State { .. }
             | QemuError::PoweredOff(_)
             | QemuError::Stopped { .. }
+            | QemuError::LacksPages { .. }
+            | QemuError::PostCopyPaused { .. }
             | QemuError::NotEnded { .. }
             | QemuError::SentAgain { .. }
             | QemuError::MayBeGiven { .. } => Code::WrongState,
             QemuError::Another { .. } | QemuError::Unseen { .. } => Code::UnknownGuest,
+            QemuError::NotReported { .. } => Code::Corrupt,
             QemuError::Process { .. }
             | QemuError::Inject { .. }
             | QemuError::Ended { .. }

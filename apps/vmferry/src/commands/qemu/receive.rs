@@ -26,6 +26,9 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
         Left::Guest(arrived) => {
             return arrived::answer_for(arrived, kept, listener, options, output);
         }
+        Left::Lacking(arrived) => {
+            return arrived::fetch_for(arrived, kept, listener, options, output);
+        }
         Left::EndedQemu(pid) => {
             return arrived::answer_without_qemu(pid, qmp, kept, listener, options, output);
         }
@@ -37,9 +40,11 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
         report_unseen(qmp, output);
     }
     // After it restricts itself, this process can't look into others, so a helper examines which
-    // processes use the memory files.
+    // processes use the memory files, and makes QEMU report missing pages.
     if let Some(pid) = pid {
-        destination.examine_by(starter::beside(pid)?.examiner());
+        let beside = starter::beside(pid)?;
+        destination.examine_by(beside.examiner());
+        destination.receive_faults_by(beside.fault_access());
     }
     let mut files = files(destination.place());
     // Shows whether QEMU's process is stopped.
@@ -76,8 +81,14 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
         _ => format!("exec {} {command}", options.listen),
     };
     let Found { left, kept } = arrived::find(&receiver, None, output)?;
-    if let Left::Guest(arrived) = left {
-        return arrived::answer_for(arrived, kept, listener, options, output);
+    match left {
+        Left::Guest(arrived) => {
+            return arrived::answer_for(arrived, kept, listener, options, output);
+        }
+        Left::Lacking(arrived) => {
+            return arrived::fetch_for(arrived, kept, listener, options, output);
+        }
+        Left::EndedQemu(_) | Left::Nothing => {}
     }
     if options.found_only {
         if let Some(hook) = Hook::of(&options.hook)? {

@@ -1,28 +1,27 @@
 //! `vmferry send --qemu`: moves the guest of a running QEMU.
 
-use std::collections::HashSet;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::mpsc::RecvTimeoutError;
-use std::time::Duration;
 
 use serde_json::json;
 use vmferry::SourceConfig;
-use vmferry::source::{Orders, Recovered, Report, recover};
+use vmferry::source::{Orders, Report};
 use vmferry_api::Recorded;
-use vmferry_control::{Directories, Server, ServerError, Started};
-use vmferry_handover::journal::{self, LaterSession, Record, SessionSummary, Verdict};
+use vmferry_control::{MigrateRequest, Server, ServerError, Started};
+use vmferry_handover::journal::{self, Verdict};
 use vmferry_proxy::{ReceiveRequest, ask_to_receive};
-use vmferry_qemu::{AbandonedQemu, Arrived, QemuError, Release, process_name};
-use vmferry_transport::{Address, Dialer, RecordingSide, Ticket};
-use vmferry_wire::{GuestIdentity, SessionId};
+use vmferry_qemu::{Arrived, Release, process_name};
+use vmferry_transport::{Address, RecordingSide, Ticket};
+use vmferry_wire::GuestIdentity;
 
+use super::arrived::lacks_pages;
 use super::found::{Found, Moved, NotMoved};
 use super::guard::{GuardOrder, Guardian};
 use super::hook::{Call, Hook, Outcome, Phase, Side};
 use super::hooked::{Gate, SwitchoverRelease};
-use super::kept::report_kept;
+use super::kept::{report_kept, report_not_ended};
 use super::service::QemuService;
+use super::settle::Settling;
 use crate::args::SendOptions;
 use crate::commands::link::{address, dialer, recorder, source_files};
 use crate::commands::migration::{migrate_request, saved_run};
@@ -31,9 +30,6 @@ use crate::exit::{Code, Failure};
 use crate::output::Output;
 use crate::progress::{JsonEvents, Progress};
 use crate::tables::outcome;
-
-/// How often progress is shown.
-const PROGRESS_PERIOD: Duration = Duration::from_millis(200);
 
 /// Moves the guest of the QEMU at a QMP socket.
 pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Failure> {
@@ -46,7 +42,14 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     let mut config = source_config(options, directory.journals())?;
     let by_ticket = options.template.is_some();
     must_have_a_port(by_ticket, &dialer.address)?;
-    settle_unfinished(qmp, &config, (&dialer, by_ticket), &directory, output)?;
+    must_have_all_pages(qmp, &config.journal_directory)?;
+    let settling = Settling { qmp, config: &config, dialer: &dialer, by_ticket };
+    if let Some(session) = settling.settle(&directory, options.keep_source, output)? {
+        output.result(&json!({ "session": session, "moved_before": true }), || {
+            format!("session {session} has moved this guest: it runs at the destination")
+        });
+        return Ok(());
+    }
     let found = Found::look(qmp, options)?;
     let (identity, pid) = (found.identity().clone(), found.pid());
     config.process = pid.and_then(process_name);
@@ -95,6 +98,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         to,
         by_ticket: dialer.ticket.is_some(),
         tls,
+        request: request(options),
         settings: found.settings().clone(),
         paused: found.is_paused(),
         keep_source: options.keep_source,
@@ -110,7 +114,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         &options.to,
         &config
     )));
-    let moved = with_progress(&orders, &progress, || {
+    let moved = progress.during(&orders, || {
         if let Some(gate) = gate.as_ref().filter(|_| !found.can_be_held()) {
             gate.run_at_once();
         }
@@ -130,11 +134,12 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         gate.end();
     }
     match moved {
-        Ok(Moved { quit, stats }) => {
+        Ok(Moved { quit, stats, lost }) => {
             let recorded = stats.as_ref().clone().sparse();
             let mut stats = json!(stats);
             stats["qemu"] = facts;
-            progress.finish(Ok(&stats));
+            let lost = lost.map(Failure::from);
+            progress.finish(lost.as_ref().map_or(Ok(&stats), Err));
             // Before QEMU ends, because a manager may be watching it.
             if let Some(gate) = &gate {
                 gate.run_after(Outcome::Moved);
@@ -142,12 +147,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
             // An error does not fail the migration: the guest runs at the destination.
             let ended = if options.keep_source { Ok(Release::default()) } else { quit() };
             if let Err(error) = &ended {
-                let reason = vmferry::chain(error);
-                output.event(&json!({ "event": "not-ended", "reason": reason }), || {
-                    format!(
-                        "the source's QEMU could not be quit; do not resume its guest: {reason}"
-                    )
-                });
+                report_not_ended(error, output);
             }
             match ended {
                 Err(error) if error.is_timeout() => guardian.hand_over(),
@@ -157,6 +157,9 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
                     report_kept(&release, output);
                     stats["qemu"]["freed_bytes"] = json!(release.freed_bytes);
                 }
+            }
+            if let Some(failure) = lost {
+                return Err(failure);
             }
             output.result(&stats, || outcome(&recorded));
             Ok(())
@@ -177,6 +180,23 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
             Err(failure)
         }
     }
+}
+
+/// A guest that lacks pages waits for them here. Its QEMU need not answer, so the journals are
+/// asked.
+fn must_have_all_pages(qmp: &Path, journals: &Path) -> Result<(), Failure> {
+    for one in Arrived::at(journals, qmp)? {
+        let session = one.session();
+        if lacks_pages(journals, session) {
+            let text = format!(
+                "the guest has not all its pages yet: it was received in session {session}, and \
+                 its receiver still fetches pages from its source. Wait until `vmferry receive` \
+                 says that every page has arrived; if it has ended, start it again"
+            );
+            return Err(Failure::new(Code::WrongState, text));
+        }
+    }
+    Ok(())
 }
 
 /// Daemons listen for TLS, or for TCP.
@@ -229,116 +249,14 @@ fn must_be_ours(
     Ok(())
 }
 
-/// Finishes the sessions of a sender that was killed together with its guardian.
-fn settle_unfinished(
-    qmp: &Path,
-    config: &SourceConfig,
-    (dialer, by_ticket): (&Dialer, bool),
-    directory: &Directories,
-    output: &Output,
-) -> Result<(), Failure> {
-    let abandoned = AbandonedQemu::new(qmp, None);
-    let identity = abandoned.identity()?;
-    let pid = abandoned.pid()?;
-    let process = pid.and_then(process_name);
-    let name = super::socket_name(&identity, pid);
-    let mut settled = HashSet::new();
-    // A session that a later one has superseded is settled after it: the latest decision counts.
-    while let Some(unfinished) =
-        next_unfinished(&config.journal_directory, &identity, process.as_deref(), &settled)?
-    {
-        let session = unfinished.session;
-        settled.insert(session);
-        // A guest that runs after COMMIT must be another one: vmferry never leaves it running.
-        let is_given = unfinished.records.iter().any(Record::is_commit);
-        let is_its = process.is_some() && unfinished.process() == process.as_deref();
-        if is_given && !is_its && abandoned.is_running()? {
-            let text = format!(
-                "session {session} gave away a guest with this name and UUID, a guest runs in this \
-                 QEMU, and the session's journal does not say whether it is the same guest. Look \
-                 at the other host. If this is another guest, decide session {session} with \
-                 `vmferry resolve`, and give each guest its own UUID; if it is the same guest and \
-                 the other host runs it too, end one of the two"
-            );
-            return Err(Failure::new(Code::WrongState, text));
-        }
-        let finishing = json!({ "event": "finishing-session", "session": session });
-        output.event(&finishing, || format!("finishing session {session} of a killed vmferry"));
-        let mut config = config.clone();
-        config.session = session;
-        let orders = Orders::new();
-        let about =
-            json!({ "name": name, "uuid": identity.uuid, "guest": "qemu", "phase": "stopped" });
-        let service =
-            Arc::new(QemuService { about, orders: orders.clone(), throttle: 0, gate: None });
-        // For `vmferry resolve`, because recovery waits while the session is in doubt.
-        let _server = Server::bind(&directory.socket(&name), service)
-            .map_err(|error| Failure::of(Code::Busy, error))?;
-        let qemu = AbandonedQemu::new(qmp, None);
-        let mut dialer = dialer.clone();
-        // The session's receiver may still be there.
-        dialer.ticket = by_ticket.then_some(Ticket(session.0));
-        match recover(qemu, &dialer, config, &orders, &mut |_| {}) {
-            Ok(Recovered::Kept(_)) => {}
-            Ok(Recovered::Given(_)) => {
-                let text = "this guest was already handed over and runs at the destination: quit \
-                            this QEMU";
-                return Err(Failure::new(Code::WrongState, text));
-            }
-            Ok(Recovered::Stuck(_, error)) => {
-                let text = format!("the guest is paused and could not be resumed: {error}");
-                return Err(Failure::new(Code::Internal, text));
-            }
-            Err((_, error)) => return Err(Failure::of(Code::Busy, error)),
-        }
-    }
-    Ok(())
-}
-
-/// A session of the guest that is unfinished and that no later one has superseded.
-fn next_unfinished(
-    journals: &Path,
-    guest: &GuestIdentity,
-    process: Option<&str>,
-    settled: &HashSet<SessionId>,
-) -> Result<Option<SessionSummary>, Failure> {
-    let sessions = journal::sessions_in(journals, guest, process)
-        .map_err(|error| Failure::of(Code::Internal, error))?;
-    for one in journal::unfinished(&sessions, guest) {
-        match journal::later_session(&sessions, one.session) {
-            _ if settled.contains(&one.session) => {}
-            LaterSession::None => return Ok(Some(one.clone())),
-            LaterSession::SentAgain(_) => {}
-            LaterSession::Unclear(session) => {
-                let error = QemuError::MayBeGiven { session };
-                return Err(Failure::of(Code::WrongState, error));
-            }
-        }
-    }
-    Ok(None)
-}
-
 fn source_config(
     options: &SendOptions,
     journals: std::path::PathBuf,
 ) -> Result<SourceConfig, Failure> {
-    let request = migrate_request(String::new(), None, &options.migration, options.verify);
-    request.source_config(journals).map_err(|error| Failure::of(Code::Usage, error))
+    request(options).source_config(journals).map_err(|error| Failure::of(Code::Usage, error))
 }
 
-/// Shows progress while `work` runs.
-fn with_progress<R>(orders: &Orders, progress: &Progress, work: impl FnOnce() -> R) -> R {
-    let (over, is_over) = std::sync::mpsc::channel::<()>();
-    std::thread::scope(|scope| {
-        scope.spawn(move || {
-            while is_over.recv_timeout(PROGRESS_PERIOD) == Err(RecvTimeoutError::Timeout) {
-                let mut event = json!(orders.progress());
-                event["event"] = json!("progress");
-                progress.event(&event);
-            }
-        });
-        let result = work();
-        drop(over);
-        result
-    })
+/// The options as a request, without an address.
+fn request(options: &SendOptions) -> MigrateRequest {
+    migrate_request(String::new(), None, &options.migration, options.verify)
 }

@@ -60,6 +60,7 @@ impl Handler for QemuService {
                 Ok(json!({ "cancelling": true }).into())
             }
             Request::Resolve { word } => self.resolve(word),
+            Request::GiveUp => self.give_up(),
             Request::Migrate(_) | Request::Estimate(_) => {
                 let text = "the guest is being migrated: `vmferry status` shows it";
                 Err(ControlError::new(ErrorCode::Busy, text))
@@ -77,6 +78,14 @@ impl Handler for QemuService {
 }
 
 impl QemuService {
+    fn give_up(&self) -> Result<Answer, ControlError> {
+        if self.orders.give_up() {
+            return Ok(json!({ "given_up": true }).into());
+        }
+        let text = "no other host needs pages of this guest, so there is nothing to give up";
+        Err(ControlError::new(ErrorCode::WrongState, text))
+    }
+
     fn resolve(&self, word: OperatorWord) -> Result<Answer, ControlError> {
         if self.orders.decide(word) {
             return Ok(json!({ "decided": word }).into());

@@ -11,6 +11,7 @@
 //! itself requests all other pages, and keeps a few requests outstanding.
 
 pub mod counts;
+pub mod handle;
 pub mod handlers;
 pub mod lane;
 pub mod lanes;

@@ -5,19 +5,22 @@
 //! are also requested in the background, and whichever copy comes first is placed. The guest at the
 //! source is paused, so both are the same.
 
+mod huge;
 mod set;
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use vmferry_codec::{DecodedPages, PageHashes};
 use vmferry_faults::{FaultRanges, Wake};
-use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, SlotId};
+use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSet, SlotId};
 
 use super::fetch::counts::{FetchCounts, PageWaits};
 use crate::error::MigrateError;
+use crate::vmm::left::LeftMemory;
+use set::parts;
 pub use set::{FaultAt, MissingRuns, MissingSet, PART_PAGES};
 
 /// The missing pages of a guest.
@@ -25,13 +28,15 @@ pub struct MissingPages {
     memory: GuestMemory,
     hashes: Arc<PageHashes>,
     ranges: FaultRanges,
+    /// Held while parts of huge pages are written. Taken before `state`.
+    huge_pages: Mutex<()>,
     state: Mutex<State>,
 }
 
 struct State {
     set: MissingSet,
     phase: Phase,
-    /// When each page was requested that a thread waits for.
+    /// When each page was requested that a thread waits for. A huge page is known by its first one.
     waits: HashMap<(SlotId, u64), Instant>,
     counts: FetchCounts,
     waited: PageWaits,
@@ -50,9 +55,9 @@ enum Phase {
 }
 
 impl MissingPages {
-    /// The missing pages must be free, and their hashes forgotten. From now on threads that touch a
-    /// page which is not there wait until it is placed. `register` registers the memory. The guest
-    /// must not run yet, and nothing else may be placing its pages.
+    /// The missing pages must be free, or on hugetlbfs, and their hashes forgotten. From now on
+    /// threads that touch a page which is not there wait until it is placed. `register` registers
+    /// the memory. The guest must not run yet, and nothing else may be placing its pages.
     ///
     /// # Errors
     /// Errors of `register`.
@@ -63,6 +68,7 @@ impl MissingPages {
         register: impl FnOnce(&GuestMemory) -> Result<FaultRanges, MigrateError>,
     ) -> Result<Self, MigrateError> {
         let ranges = register(&memory)?;
+        huge::hide_incomplete(&memory, &ranges, &missing)?;
         let state = Mutex::new(State {
             set: missing,
             phase: Phase::Loading,
@@ -70,7 +76,26 @@ impl MissingPages {
             counts: FetchCounts::default(),
             waited: PageWaits::default(),
         });
-        Ok(Self { memory, hashes, ranges, state })
+        Ok(Self { memory, hashes, ranges, huge_pages: Mutex::new(()), state })
+    }
+
+    /// Takes over from a process that has died while the guest ran. All pages that may be missing
+    /// are, in memory that is still registered. The threads that wait touch their pages again.
+    ///
+    /// # Errors
+    /// Errors of userfaultfd.
+    pub fn adopt(left: LeftMemory) -> Result<Self, MigrateError> {
+        let LeftMemory { memory, ranges, .. } = left;
+        let hashes = Arc::new(PageHashes::for_memory(&memory));
+        let mut missing = PageSet::for_memory(&memory);
+        for slot in memory.slots() {
+            missing.bitmap_mut(slot.id()).set_run(0, slot.pages());
+        }
+        missing.subtract(&memory.populated()?);
+        let mut adopted = Self::register(memory, hashes, MissingSet::new(missing), |_| Ok(ranges))?;
+        adopted.state.get_mut().phase = Phase::Loaded;
+        adopted.ranges.wake_all()?;
+        Ok(adopted)
     }
 
     /// The guest's memory.
@@ -111,14 +136,18 @@ impl MissingPages {
         (state.counts, state.waited.clone())
     }
 
-    /// Handles a fault at a host-virtual address of the guest's memory. Returns the page to request
-    /// from the source, if it was not requested before.
+    /// Handles a fault at a host-virtual address of the guest's memory. Appends the pages to
+    /// request from the source, unless they were requested before.
     ///
     /// # Errors
     /// Errors of userfaultfd.
-    pub fn fault(&self, address: u64) -> Result<Option<(SlotId, u64)>, MigrateError> {
-        let Some(range) = self.ranges.range_at(address) else { return Ok(None) };
+    pub fn fault(&self, address: u64, requests: &mut Vec<PageRun>) -> Result<(), MigrateError> {
+        let Some(range) = self.ranges.range_at(address) else { return Ok(()) };
         let (slot, page) = (range.slot, range.page_at(address));
+        if self.ranges.unit_pages(slot) > 1 {
+            return self.fault_in_huge_page(slot, page, requests);
+        }
+        let run = PageRun { slot, first: page, pages: 1 };
         {
             let mut state = self.state.lock();
             state.counts.faults += 1;
@@ -126,27 +155,37 @@ impl MissingPages {
                 match state.set.fault(slot, page) {
                     FaultAt::Unrequested => {
                         state.waits.insert((slot, page), Instant::now());
-                        return Ok(Some((slot, page)));
+                        requests.push(run);
+                        return Ok(());
                     }
-                    FaultAt::Awaited => return Ok(None),
+                    FaultAt::Awaited => return Ok(()),
                     FaultAt::Present => {}
                 }
             }
         }
         // Never populated at the source, placed since the guest touched it, or given up. A page
         // that exists is left as it is, and the threads that wait for it are woken.
-        let placed = self.ranges.place_zeros(PageRun { slot, first: page, pages: 1 }, Wake::Now)?;
-        if placed.placed_bytes > 0 {
+        if self.ranges.place_zeros(run, Wake::Now)?.placed_bytes > 0 {
             self.state.lock().counts.zero_faults += 1;
         }
-        Ok(None)
+        Ok(())
     }
 
     /// The requested pages that threads still wait for: after a channel was lost, its answers may
     /// be lost too.
     #[must_use]
-    pub fn awaited(&self) -> Vec<(SlotId, u64)> {
+    pub fn awaited(&self) -> Vec<PageRun> {
         self.state.lock().set.awaited()
+    }
+
+    /// Number of missing pages that threads wait for, and for how long the first has waited. A huge
+    /// page counts once.
+    #[must_use]
+    pub fn awaited_now(&self) -> (u64, Duration) {
+        let state = self.state.lock();
+        let first = state.waits.values().min();
+        let waited = first.map_or(Duration::ZERO, |since| since.elapsed());
+        (state.waits.len() as u64, waited)
     }
 
     /// The next pages to request in the background, at most this number.
@@ -170,14 +209,21 @@ impl MissingPages {
     pub fn place(&self, decoded: DecodedPages<'_>) -> Result<bool, MigrateError> {
         let mut last = false;
         for (run, content) in decoded.runs() {
+            let is_huge = self.ranges.unit_pages(run.slot) > 1;
             for (part, at) in parts(run) {
+                // Writing is not atomic as placing is: no two threads may write the same page, and
+                // none may write it once it is shown.
+                let writing = is_huge.then(|| self.huge_pages.lock());
                 let missing = self.state.lock().set.missing_of(part);
                 for found in missing {
+                    let content = content.map(|content| {
+                        let from = (at + found.first - part.first) as usize * PAGE_SIZE;
+                        &content[from..from + found.pages as usize * PAGE_SIZE]
+                    });
                     match content {
+                        _ if is_huge => self.ranges.write_hidden(found, content)?,
                         Some(content) => {
-                            let from = (at + found.first - part.first) as usize * PAGE_SIZE;
-                            let bytes = found.pages as usize * PAGE_SIZE;
-                            self.ranges.place(found, &content[from..from + bytes], Wake::Now)?;
+                            self.ranges.place(found, content, Wake::Now)?;
                         }
                         None => {
                             self.ranges.place_zeros(found, Wake::Now)?;
@@ -185,6 +231,10 @@ impl MissingPages {
                     }
                     last |= self.placed(found);
                 }
+                if is_huge {
+                    self.show_complete(part)?;
+                }
+                drop(writing);
                 let again = part.pages - missing.into_iter().map(|run| run.pages).sum::<u64>();
                 self.state.lock().counts.again_pages += again;
             }
@@ -197,6 +247,17 @@ impl MissingPages {
     fn placed(&self, run: PageRun) -> bool {
         let mut state = self.state.lock();
         let State { set, waits, counts, waited, .. } = &mut *state;
+        let unit = self.ranges.unit_pages(run.slot);
+        if unit > 1 {
+            return set.placed(run, |page| {
+                let is_awaited = waits.contains_key(&(run.slot, page / unit * unit));
+                if is_awaited {
+                    counts.fault_pages += 1;
+                } else {
+                    counts.background_pages += 1;
+                }
+            });
+        }
         set.placed(run, |page| match waits.remove(&(run.slot, page)) {
             Some(since) => {
                 counts.fault_pages += 1;
@@ -233,8 +294,12 @@ impl MissingPages {
             state.phase = Phase::GivenUp;
             state.set.awaited()
         };
-        for (slot, page) in awaited {
-            self.ranges.place_zeros(PageRun { slot, first: page, pages: 1 }, Wake::Now)?;
+        for run in awaited {
+            if self.ranges.unit_pages(run.slot) > 1 {
+                self.ranges.show(huge::whole(&self.ranges, run))?;
+            } else {
+                self.ranges.place_zeros(run, Wake::Now)?;
+            }
         }
         Ok(())
     }
@@ -245,25 +310,5 @@ impl MissingPages {
     /// Errors of userfaultfd.
     pub fn finish(&self) -> Result<(), MigrateError> {
         Ok(self.ranges.unregister()?)
-    }
-}
-
-/// Divides a run into parts of at most [`PART_PAGES`]. Returns each with its offset in the run.
-fn parts(run: PageRun) -> impl Iterator<Item = (PageRun, u64)> {
-    (0..run.pages).step_by(PART_PAGES as usize).map(move |at| {
-        let pages = PART_PAGES.min(run.pages - at);
-        (PageRun { first: run.first + at, pages, ..run }, at)
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn parts_cover_a_run_without_gaps() {
-        let run = PageRun { slot: SlotId(0), first: 7, pages: 130 };
-        let found: Vec<_> = parts(run).map(|(part, at)| (part.first, part.pages, at)).collect();
-        assert_eq!(found, [(7, 64, 0), (71, 64, 64), (135, 2, 128)]);
     }
 }

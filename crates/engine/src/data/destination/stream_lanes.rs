@@ -66,6 +66,8 @@ struct QueueState {
     closed: bool,
     /// Writing has stopped.
     ended: bool,
+    /// The stream has ended here, and its socket is used further.
+    keeps_socket: bool,
 }
 
 impl Default for QueueState {
@@ -78,6 +80,7 @@ impl Default for QueueState {
             acknowledged: 0,
             closed: false,
             ended: false,
+            keeps_socket: false,
         }
     }
 }
@@ -175,9 +178,13 @@ impl Lane {
 impl Drop for Lane {
     fn drop(&mut self) {
         self.end_channel();
-        self.queue.state.lock().ended = true;
+        let keeps_socket = {
+            let mut state = self.queue.state.lock();
+            state.ended = true;
+            state.keeps_socket
+        };
         self.queue.changed.notify_all();
-        if let Some(socket) = &self.socket {
+        if let Some(socket) = self.socket.as_ref().filter(|_| !keeps_socket) {
             // An error only means that the VMM has closed the socket.
             let _ = socket.shutdown(Shutdown::Both);
         }
@@ -287,9 +294,16 @@ impl WritingThread {
 
     fn write(&mut self, frame: &Frame, offset: u64) -> Result<(), MigrateError> {
         if frame.header().is_some_and(|header| header.kind == FrameKind::EndOfRound) {
-            if let Some(socket) = self.socket.take() {
-                // The VMM may have closed it already.
-                let _ = socket.shutdown(Shutdown::Write);
+            match (self.socket.take(), &self.target.kept) {
+                (Some(socket), Some(kept)) => {
+                    self.queue.state.lock().keeps_socket = true;
+                    kept.lock().insert(self.lane, socket);
+                }
+                (Some(socket), None) => {
+                    // The VMM may have closed it already.
+                    let _ = socket.shutdown(Shutdown::Write);
+                }
+                (None, _) => {}
             }
             return Ok(());
         }

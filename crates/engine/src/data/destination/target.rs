@@ -1,5 +1,7 @@
 //! The target of the received data.
 
+use std::collections::BTreeMap;
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -7,11 +9,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crossbeam_channel::Sender;
 use parking_lot::Mutex;
 use vmferry_codec::PageHashes;
-use vmferry_memory::GuestMemory;
+use vmferry_memory::{GuestMemory, PageRun, Slot};
 use vmferry_wire::MAX_LANES;
 
 use super::place::PlacedCounters;
 use crate::cpu::CpuMeter;
+use crate::error::MigrateError;
 use crate::link::{ControlSlot, DataChannel};
 use crate::machine::destination::io::Input;
 
@@ -102,6 +105,27 @@ pub struct MemoryTarget {
     pub hashes: Arc<PageHashes>,
 }
 
+impl MemoryTarget {
+    /// Frees pages that are outdated. They read as zeros then, as all pages do whose hashes are not
+    /// known. Those on hugetlbfs are zeroed in place: a huge page can only be freed as a whole, and
+    /// another process might take it.
+    ///
+    /// # Errors
+    /// Pages that the guest has not, or an error from the system.
+    pub fn free_outdated(&self, runs: &[PageRun]) -> Result<(), MigrateError> {
+        let huge: Vec<bool> = self.memory.slots().iter().map(Slot::has_huge_pages).collect();
+        for &run in runs {
+            if huge.get(usize::from(run.slot.0)) == Some(&true) {
+                self.memory.zero(run)?;
+            } else {
+                self.memory.discard(run)?;
+            }
+            self.hashes.forget(run);
+        }
+        Ok(())
+    }
+}
+
 /// The sockets of a VMM that streams are written into.
 #[derive(Clone)]
 pub struct StreamTarget {
@@ -109,6 +133,19 @@ pub struct StreamTarget {
     pub sockets: Arc<Mutex<Vec<Option<UnixStream>>>>,
     /// Wrapping sum of the hashes of all pieces.
     pub digest: Arc<AtomicU64>,
+    /// With post-copy a stream may go on after the end of its lane: its socket is kept here, by
+    /// lane, and not shut down. `None` without post-copy.
+    pub kept: Option<Arc<Mutex<BTreeMap<u8, UnixStream>>>>,
+}
+
+impl StreamTarget {
+    /// No stream goes on after the end of its lane.
+    pub fn end_kept(&self) {
+        for socket in self.kept.iter().flat_map(|kept| std::mem::take(&mut *kept.lock())) {
+            // The VMM may have closed it already.
+            let _ = socket.1.shutdown(Shutdown::Write);
+        }
+    }
 }
 
 /// Where a session's guest arrives.
@@ -126,12 +163,13 @@ impl Target {
         Self::Memory(MemoryTarget { memory, hashes })
     }
 
-    /// A VMM that waits for its streams.
-    pub fn streams(sockets: Vec<UnixStream>) -> Self {
+    /// A VMM that waits for its streams, which may go on with post-copy.
+    pub fn streams(sockets: Vec<UnixStream>, post_copy: bool) -> Self {
         let sockets = sockets.into_iter().map(Some).collect();
         Self::Streams(StreamTarget {
             sockets: Arc::new(Mutex::new(sockets)),
             digest: Arc::default(),
+            kept: post_copy.then(Arc::default),
         })
     }
 
@@ -154,6 +192,9 @@ impl Target {
 
 #[cfg(test)]
 mod tests {
+    use vmferry_kit::HugePages;
+    use vmferry_memory::{MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
+
     use super::*;
 
     #[test]
@@ -165,5 +206,33 @@ mod tests {
         assert!(ends.reach(3, 5));
         assert_eq!(ends.take(3), 99_999);
         assert!(!ends.reach(MAX_LANES, 1), "there is no such lane");
+    }
+
+    /// A source that goes on with pre-copy may say of such a page only that it is zero, which places
+    /// nothing if no hash of the page is known.
+    #[test]
+    fn outdated_pages_read_as_zeros_in_every_kind_of_memory() {
+        let _pool = HugePages::reserve(2);
+        let slot = SlotId(0);
+        for kind in [MemoryKind::Private, MemoryKind::Memfd, MemoryKind::Thp, MemoryKind::Hugetlb] {
+            let layout = [SlotLayout { slot, gpa: 0, pages: 1024 }];
+            let memory = GuestMemory::allocate(&layout, kind).unwrap();
+            let hashes = Arc::new(PageHashes::for_memory(&memory));
+            let target = MemoryTarget { memory, hashes };
+            let page = |first: u64| PageRun { slot, first, pages: 1 };
+            for first in 0..1024 {
+                target.memory.copy_in(page(first), &[7; PAGE_SIZE]).unwrap();
+            }
+            let whole = PageRun { slot, first: 512, pages: 512 };
+            target.free_outdated(&[page(3), page(700), whole]).unwrap();
+            let content = |first| {
+                let mut content = [1; PAGE_SIZE];
+                target.memory.copy_out(page(first), &mut content).unwrap();
+                content
+            };
+            for (first, byte) in [(2, 7), (3, 0), (4, 7), (700, 0), (1023, 0)] {
+                assert_eq!(content(first), [byte; PAGE_SIZE], "page {first} of {kind}");
+            }
+        }
     }
 }

@@ -6,11 +6,13 @@
 //! for the cap.
 
 use std::io::{self, BufReader, Read, Write};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
 use crossbeam_channel::Sender;
+use parking_lot::Mutex;
 use vmferry_codec::{Choice, DeltaUse, EncodedFrame, FrameCounts};
 use vmferry_memory::{PageRun, PageSet};
 use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter, RateLimiter};
@@ -50,6 +52,20 @@ pub struct Served {
     pub round: u32,
     /// Pages that are zero and must not be read.
     pub zero: Option<Arc<PageSet>>,
+    /// Pages that the destination lacks and that were not sent yet.
+    pub unsent: Mutex<PageSet>,
+}
+
+impl Served {
+    /// Notes that pages were sent. Returns how many of them were not sent before.
+    fn sent(&self, run: PageRun) -> u64 {
+        let mut unsent = self.unsent.lock();
+        let bitmap = unsent.bitmap_mut(run.slot);
+        let new =
+            (run.first..run.first + run.pages).filter(|page| bitmap.is_set(*page)).count() as u64;
+        bitmap.clear_run(run.first, run.pages);
+        new
+    }
 }
 
 /// How background pages are sent.
@@ -171,6 +187,7 @@ impl Serving<'_> {
         self.frame.write_to(writer).map_err(|error| self.lost(&error))?;
         sent.pages(&counts);
         sent.frame(bytes);
+        sent.served_pages.fetch_add(served.sent(request.run()), Ordering::Relaxed);
         Ok(())
     }
 

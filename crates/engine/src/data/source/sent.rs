@@ -14,6 +14,9 @@ pub struct SentCounters {
     pub content_pages: AtomicU64,
     /// Zero pages.
     pub zero_pages: AtomicU64,
+    /// Pages that the destination lacked and that were sent to it, each once, with post-copy.
+    pub served_pages: AtomicU64,
+    tunnelled_bytes: AtomicU64,
 }
 
 impl SentCounters {
@@ -27,6 +30,14 @@ impl SentCounters {
     pub fn pages(&self, counts: &FrameCounts) {
         self.content_pages.fetch_add(counts.content_pages(), Ordering::Relaxed);
         self.zero_pages.fetch_add(counts.zero_pages, Ordering::Relaxed);
+    }
+
+    /// Counts bytes of a carried guest's stream that were sent through a tunnel. Their pages are not
+    /// recognized, so this number of pages is an estimate.
+    pub fn tunnelled(&self, bytes: u64) {
+        self.frame(bytes);
+        let all = self.tunnelled_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;
+        self.served_pages.store(all / vmferry_memory::PAGE_SIZE as u64, Ordering::Relaxed);
     }
 
     /// Bytes and frames so far.

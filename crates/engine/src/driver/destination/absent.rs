@@ -47,14 +47,14 @@ pub fn answer_without_receiver(
     }
     let asked = ControlReader::new(&mut reader, versions.version, Speaker::Asker)
         .receive("a question about a session")?;
-    let ControlMessage::Query { session } = asked else {
+    let ControlMessage::Query { session, .. } = asked else {
         let reason = format!("{} is no question", asked.name());
         return Err(MigrateError::protocol("query", 0, reason));
     };
     let word = word_for(journals, session, peer)?;
     let writer = ControlWriter::new(writer, versions.version);
     writer
-        .send(&ControlMessage::Answer { session, word })
+        .send(&ControlMessage::Answer { session, word, token: None })
         .and_then(|()| writer.finish())
         .map_err(|error| lost("query", "answering it", &error))
 }

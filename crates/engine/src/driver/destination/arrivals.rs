@@ -6,7 +6,8 @@ use std::time::Duration;
 use crossbeam_channel::Sender;
 use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter, PeerIdentity, Pending};
 use vmferry_wire::{
-    ControlMessage, HelloStatus, Reason, ReasonCode, Release, Role, SessionId, SessionWord, Token,
+    ControlMessage, HelloStatus, LaneOffer, Reason, ReasonCode, Release, Role, SessionId,
+    SessionWord, Token,
 };
 
 use super::notice::Notice;
@@ -107,6 +108,8 @@ pub enum Arrival {
     Query {
         /// The session.
         session: SessionId,
+        /// The fetch lanes that the source offers.
+        offer: Option<LaneOffer>,
         /// The connection.
         connection: Connection,
     },
@@ -181,7 +184,9 @@ pub fn receive_greeting(
             reply(&mut connection, HelloStatus::Ok, 0)?;
             let mut reader = ControlReader::new(&mut connection.reader, version, Speaker::Asker);
             match reader.receive("a question about a session")? {
-                ControlMessage::Query { session } => Arrival::Query { session, connection },
+                ControlMessage::Query { session, offer } => {
+                    Arrival::Query { session, offer, connection }
+                }
                 other => {
                     let reason = format!("{} is no question", other.name());
                     return Err(MigrateError::protocol("query", 0, reason));
@@ -260,7 +265,8 @@ pub fn give_word(
     connection: Connection,
 ) -> Result<(), MigrateError> {
     let word = word_for(directory, session, &connection.peer)?;
-    connection.give_back(LastWords::Answer(ControlMessage::Answer { session, word }));
+    let answer = ControlMessage::Answer { session, word, token: None };
+    connection.give_back(LastWords::Answer(answer));
     Ok(())
 }
 

@@ -62,6 +62,11 @@ impl Default for Stop {
 }
 
 impl Stop {
+    /// What [`stop`](Self::stop) sends to.
+    pub(super) fn stops(&self) -> &Receiver<()> {
+        &self.1
+    }
+
     /// Ends the wait, or cancels the running migration.
     pub fn stop(&self) {
         // A second call has no further effect.
@@ -202,7 +207,7 @@ impl Witness {
         Ok(Self::start(reception, config.journal_directory.clone()))
     }
 
-    fn start(reception: Reception, journal_directory: PathBuf) -> Self {
+    pub(super) fn start(reception: Reception, journal_directory: PathBuf) -> Self {
         let (stop, stopped) = crossbeam_channel::bounded::<()>(0);
         let spawned = std::thread::Builder::new().name("witness".into()).spawn(move || {
             loop {
@@ -271,7 +276,7 @@ fn answer_idle(
                 reason: "it goes on with a session that is over".into(),
             })
         }
-        Arrival::Query { session, connection } => {
+        Arrival::Query { session, connection, .. } => {
             let peer = connection.peer.address.clone();
             let answered = give_word(directory, session, connection);
             answered.err().map(|error| Notice::turned_away(&peer, &error))

@@ -1,7 +1,7 @@
 //! The driver of a session at the destination: carries out the machine's actions with a VMM,
 //! threads and channels.
 
-mod fetch;
+pub mod fetch;
 mod guest;
 mod links;
 
@@ -19,9 +19,12 @@ use super::notice::Notice;
 use super::reception::Reception;
 use crate::config::DestinationConfig;
 use crate::cpu::CpuMeter;
+use crate::data::destination::fetch::handle::FetchHandle;
 use crate::data::destination::fetch::lanes::FetchLanes;
+use crate::data::destination::late_lanes::LateLanes;
 use crate::data::destination::place::PlacedCounters;
 use crate::data::destination::target::{LaneEnds, LaneSet, Target};
+use crate::data::destination::tunnel_lanes::TunnelLanes;
 use crate::driver::life::Life;
 use crate::error::MigrateError;
 use crate::link::{ControlSlot, ControlWriter};
@@ -97,9 +100,11 @@ pub struct Session<'a, V> {
     expected_lanes: u8,
     lanes: Option<Box<dyn LaneSet>>,
     /// The fetch lanes, if the guest may run before all its pages have arrived.
-    fetch_lanes: Option<FetchLanes>,
-    /// When the guest was started.
-    guest_started: Option<Instant>,
+    fetch_lanes: Option<LateLanes>,
+    /// When to ask a VMM again that still awaits pages.
+    vmm_awaits: Receiver<Instant>,
+    /// The progress of the fetch, once the guest runs.
+    fetch: Option<FetchHandle>,
     fetch_stats: Option<FetchStats>,
     placed: Arc<PlacedCounters>,
     /// Bytes that had arrived when the source was last notified.
@@ -128,22 +133,37 @@ impl<'a, V: DestinationVm> Session<'a, V> {
     ) -> Result<Self, MigrateError> {
         let token = random_token()?;
         reply(&mut connection, HelloStatus::Ok, 0)?;
-        let our_side = DestinationSide {
-            vmm: vm.release(),
-            algorithms: config.algorithms,
-            protocol: connection.versions.version,
-        };
+        let our_side = Self::side(vm, config, connection.versions.version);
+        let machine = Destination::new(config.timeouts, token, our_side, Duration::ZERO);
+        let peer = connection.peer.clone();
+        let mut session = Self::new(vm, config, (door, stop), (machine, token), peer)?;
+        session.begin_control(connection)?;
+        Ok(session)
+    }
+
+    fn side(vm: &V, config: &DestinationConfig, protocol: u16) -> DestinationSide {
+        DestinationSide { vmm: vm.release(), algorithms: config.algorithms, protocol }
+    }
+
+    /// A session without channels.
+    fn new(
+        vm: &'a mut V,
+        config: &'a DestinationConfig,
+        (door, stop): (&'a Reception, &'a Receiver<()>),
+        (machine, token): (Destination, Token),
+        peer: PeerIdentity,
+    ) -> Result<Self, MigrateError> {
         let control = Arc::default();
         let life = Life::begin(Arc::clone(&control)).map_err(MigrateError::no_thread)?;
-        let mut session = Self {
+        Ok(Self {
             vm,
             config,
             door,
             stop,
-            machine: Destination::new(config.timeouts, token, our_side, Duration::ZERO),
+            machine,
             token,
             started: Instant::now(),
-            peer: connection.peer.clone(),
+            peer,
             inputs: crossbeam_channel::unbounded(),
             links: BTreeMap::new(),
             next_link: LinkId::CONTROL.0 + 1,
@@ -162,16 +182,15 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             expected_lanes: 0,
             lanes: None,
             fetch_lanes: None,
-            guest_started: None,
+            vmm_awaits: crossbeam_channel::never(),
+            fetch: None,
             fetch_stats: None,
             placed: Arc::default(),
             arrived: 0,
             arrival_told: Instant::now(),
             cpu: CpuMeter::default(),
             stopping: false,
-        };
-        session.begin_control(connection)?;
-        Ok(session)
+        })
     }
 
     /// Runs the session to its end.
@@ -195,6 +214,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 break ending;
             }
             let input = self.await_input(watch);
+            self.show_fetch(watch);
             if self.tell_what_arrives() {
                 self.machine.handle(self.started.elapsed(), Input::Arriving);
             }
@@ -207,7 +227,11 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 control.closer.close();
             }
         };
+        let fetched = self.end_fetch();
         self.close();
+        if matches!(ending, Ending::Owns(_)) {
+            self.vm.fetch_ends();
+        }
         drop(guard);
         let mut stats = self.machine.stats().clone();
         let placed = &self.placed;
@@ -215,7 +239,7 @@ impl<'a, V: DestinationVm> Session<'a, V> {
         stats.content_pages = placed.content_pages.load(Ordering::Relaxed);
         stats.zero_pages = placed.zero_pages.load(Ordering::Relaxed);
         stats.received_bytes = placed.bytes.load(Ordering::Relaxed);
-        stats.fetch = self.fetch_stats.take();
+        stats.fetch = fetched;
         stats.engine_cpu_s = self.cpu.seconds();
         Ended {
             ending,
@@ -278,9 +302,11 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                     Input::LaneEnded { lane, sequence: self.ends.take(lane) }
                 }
                 Ok(Input::StreamRefused) => self.stream_refused(),
+                Ok(Input::RequestsEnded) => self.requests_ended(),
                 Ok(input) => input,
                 Err(_) => Input::Tick,
             },
+            recv(self.vmm_awaits) -> _ => self.requests_ended(),
             recv(self.asked.1) -> asked => asked.unwrap_or(Input::Tick),
             recv(self.door.arrivals) -> arrival => match arrival {
                 Ok(Arrival::TurnedAway(notice)) => {
@@ -314,7 +340,13 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             Action::Open(session) => Some(Input::Opened(self.open(session))),
             Action::ExpectLanes { lanes, fetch_lanes } => {
                 self.expected_lanes = lanes;
-                self.fetch_lanes = fetch_lanes.map(|announced| FetchLanes::new(lanes, announced));
+                self.fetch_lanes = fetch_lanes.map(|announced| match self.target {
+                    Some(Target::Streams(_)) => {
+                        let (results, cpu) = (self.inputs.0.clone(), &self.cpu);
+                        LateLanes::Tunnels(TunnelLanes::new(lanes, announced, results, cpu))
+                    }
+                    _ => LateLanes::Pages(FetchLanes::new(lanes, announced)),
+                });
                 None
             }
             Action::FreeOutdated { runs } => self.free_outdated(&runs).err().map(Input::Failed),
@@ -335,18 +367,16 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             }
             Action::Run => {
                 let started = self.vm.run();
-                self.guest_started = Some(Instant::now());
                 Some(Input::Started(
                     started
                         .map_err(|source| MigrateError::Vm { action: "start the guest", source }),
                 ))
             }
             Action::FetchAll => {
-                if let Some(lanes) = &self.fetch_lanes {
-                    lanes.begin_background();
-                }
+                self.fetch_all();
                 None
             }
+            Action::UseOffer { link, offer } => self.use_offer(link, offer),
             Action::Discard => {
                 self.end_lanes();
                 self.fetch_lanes = None;

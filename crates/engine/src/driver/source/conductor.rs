@@ -3,7 +3,6 @@
 //! The operations on the guest depend on how it is moved (`memory`: the engine reads its memory;
 //! `streams`: it is carried). Channels, journal, handover and orders are the same.
 
-mod fetch;
 mod links;
 mod memory;
 mod start;
@@ -17,10 +16,12 @@ use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::{Dialer, RateLimiter};
 
 use super::control::ControlLink;
+use super::fetch::FetchServers;
 use super::orders::Orders;
 use super::redial::Redialer;
+use crate::causes::chain;
 use crate::config::compression::worker_threads;
-use crate::config::{ChannelCount, ConfigError, SourceConfig, window_frames};
+use crate::config::{ChannelCount, ConfigError, PostCopy, SourceConfig, WhenStuck, window_frames};
 use crate::cpu::CpuMeter;
 use crate::data::source::chooser::Chooser;
 use crate::data::source::lane::{LaneSender, Signal, SourceLane};
@@ -33,7 +34,6 @@ use crate::machine::source::io::{Action, Ending, Input, Report};
 use crate::stats::SourceStats;
 use crate::vmm::streamed::{StreamEvent, StreamedVm};
 use crate::vmm::{GuestDescription, SourceVm};
-use fetch::FetchServers;
 use memory::MemoryGuest;
 use streams::StreamedGuest;
 use vmferry_handover::journal::{FileJournal, Journal, Record};
@@ -49,6 +49,16 @@ pub enum SourceOutcome<V> {
         /// Why the guest was not migrated.
         error: MigrateError,
         /// The statistics up to the end.
+        stats: Box<SourceStats>,
+    },
+    /// The destination had the guest, which has lost the pages that it had not fetched yet. Its
+    /// VMM there has to be ended, and the guest started from its disks.
+    Lost {
+        /// The VMM, paused permanently, to be torn down.
+        vm: V,
+        /// Why pages were lost.
+        error: MigrateError,
+        /// The statistics.
         stats: Box<SourceStats>,
     },
     /// The destination owns the guest.
@@ -84,6 +94,10 @@ pub enum SourceOutcome<V> {
 ///             println!("downtime {:.1} ms", stats.downtime_ms);
 ///             Ok(None)
 ///         }
+///         SourceOutcome::Lost { vm, error, .. } => {
+///             drop(vm);
+///             Err(error.into()) // Only with post-copy.
+///         }
 ///         SourceOutcome::Kept { vm, error, .. } => {
 ///             eprintln!("it runs on here: {}", chain(&error));
 ///             Ok(Some(vm))
@@ -112,7 +126,7 @@ pub fn migrate<V: SourceVm>(
 /// The same for a [carried](crate::vmm::streamed) guest. `config.channels` is ignored: each stream
 /// has one channel.
 pub fn migrate_streamed<V: StreamedVm>(
-    vm: V,
+    mut vm: V,
     dialer: &Dialer,
     mut config: SourceConfig,
     orders: &Orders,
@@ -131,8 +145,15 @@ pub fn migrate_streamed<V: StreamedVm>(
             return SourceOutcome::Kept { vm, error: error.into(), stats: Box::default() };
         }
     }
+    let is_wanted = config.post_copy != PostCopy::Never || config.when_stuck == WhenStuck::PostCopy;
+    let allowed = is_wanted.then(|| vm.allow_post_copy().map_err(|error| chain(&*error)));
     let (guest, state) = (vm.describe(), vm.state_estimate());
-    let our_side = SourceSide { vmm: vm.release(), streams: true, ..SourceSide::new("VMM") };
+    let our_side = SourceSide {
+        vmm: vm.release(),
+        streams: true,
+        vmm_post_copy: allowed,
+        ..SourceSide::new("VMM")
+    };
     conduct(vm, (guest, our_side), dialer, config, orders, watch, |core| {
         core.machine.expect_state(state);
         StreamedGuest::new(core)
@@ -174,6 +195,7 @@ fn conduct<V: Resume, G: GuestSide<V>>(
     };
     match (ending, resume_failure) {
         (Ending::Given, _) => SourceOutcome::Given { vm, stats },
+        (Ending::Lost(error), _) => SourceOutcome::Lost { vm, error, stats },
         // That the guest is still paused matters more than why it was not migrated.
         (Ending::Kept(_), Some(source)) => {
             let error = MigrateError::Vm { action: "resume the guest", source };
@@ -309,8 +331,8 @@ impl<V: Resume> Core<'_, V> {
                 let opened = self.open_lanes(side, &token);
                 Some(opened.map_or_else(Input::Failed, |()| Input::LanesJoined))
             }
-            Action::OpenFetchLanes { token, lanes, attempts } => {
-                let opened = self.open_fetch_lanes(side, token, lanes, &attempts);
+            Action::OpenFetchLanes { token, attempts } => {
+                let opened = self.open_fetch_lanes(side, token, &attempts);
                 Some(opened.map_or_else(Input::Failed, |()| Input::FetchLanesJoined))
             }
             Action::ResumeControl { token, attempt, delay } => {
@@ -351,6 +373,7 @@ impl<V: Resume> Core<'_, V> {
             }
             Action::Resume => {
                 side.give_up();
+                self.fetch.end_tunnels();
                 if let Err(error) = self.guest.resume(self.machine.handover()) {
                     self.resume_failure = Some(error);
                 }
@@ -360,8 +383,8 @@ impl<V: Resume> Core<'_, V> {
                 self.guest.release();
                 None
             }
-            Action::Ask { delay } => {
-                self.control.ask(delay);
+            Action::Ask { delay, offer } => {
+                self.control.ask(delay, offer);
                 None
             }
             Action::Report(_) => None,

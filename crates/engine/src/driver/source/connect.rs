@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::{Channel, ChannelCloser, ChannelReader, ChannelWriter, Dialer};
-use vmferry_wire::{ControlMessage, Role, SessionId};
+use vmferry_wire::{ControlMessage, LaneOffer, Role, SessionId};
 
 use crate::config::Timeouts;
 use crate::data::source::lane::SourceLane;
@@ -172,14 +172,14 @@ pub fn wait(delay: Duration, stop: &Receiver<()>) -> bool {
 /// The transport's error, or the destination's refusal.
 pub fn ask(
     dialer: &Dialer,
-    session: SessionId,
+    (session, offer): (SessionId, Option<LaneOffer>),
     versions: &RangeInclusive<u16>,
     silence: Duration,
 ) -> Result<ControlChannel, MigrateError> {
     let channel = control(dialer, Purpose::control(Role::Query), versions, silence)?;
     channel
         .writer
-        .send(&ControlMessage::Query { session })
+        .send(&ControlMessage::Query { session, offer })
         .map_err(|error| crate::link::lost("query", "asking for the session's word", &error))?;
     Ok(channel)
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::{ChannelCloser, ChannelWriter, Dialer};
-use vmferry_wire::{ControlMessage, Role, SessionId, Token};
+use vmferry_wire::{ControlMessage, LaneOffer, Role, SessionId, Token};
 
 use super::connect;
 use super::connect::{ControlChannel, FromLink};
@@ -54,7 +54,7 @@ enum WhatFor {
     /// To resume the session.
     Resume(Purpose),
     /// To query the destination.
-    Ask,
+    Ask(Option<LaneOffer>),
 }
 
 impl ControlLink {
@@ -108,13 +108,13 @@ impl ControlLink {
         }
         let begun = dialed.channel.and_then(|channel| match dialed.what_for {
             WhatFor::Resume(_) => self.begin(channel),
-            WhatFor::Ask => self.start_reading(channel),
+            WhatFor::Ask(_) => self.start_reading(channel),
         });
         match (dialed.what_for, begun) {
             (WhatFor::Resume(_), Ok(())) => Input::Resumed,
             (WhatFor::Resume(_), Err(error)) => Input::NotResumed(error),
-            (WhatFor::Ask, Ok(())) => Input::Tick,
-            (WhatFor::Ask, Err(error)) => Input::LinkLost(error),
+            (WhatFor::Ask(_), Ok(())) => Input::Tick,
+            (WhatFor::Ask(_), Err(error)) => Input::LinkLost(error),
         }
     }
 
@@ -152,9 +152,9 @@ impl ControlLink {
         writer.send(message)
     }
 
-    /// Drops the channel, and queries on a new one after a delay.
-    pub fn ask(&mut self, delay: Duration) {
-        self.dial(WhatFor::Ask, delay);
+    /// Drops the channel, and queries on a new one after a delay. Offers fetch lanes.
+    pub fn ask(&mut self, delay: Duration, offer: Option<LaneOffer>) {
+        self.dial(WhatFor::Ask(offer), delay);
     }
 
     /// Drops the channel, and resumes the session on a new one after a delay.
@@ -178,7 +178,9 @@ impl ControlLink {
                     WhatFor::Resume(purpose) => {
                         connect::control(&dialer, purpose, &versions, silence)
                     }
-                    WhatFor::Ask => connect::ask(&dialer, session, &versions, silence),
+                    WhatFor::Ask(offer) => {
+                        connect::ask(&dialer, (session, offer), &versions, silence)
+                    }
                 };
                 let _ = answers.send(Dialed { link, what_for, channel });
             }

@@ -81,8 +81,10 @@ pub struct Progress {
     /// COMMIT is journaled and the destination's answer is unknown: the guest is paused.
     pub in_doubt: bool,
     /// The destination runs the guest, and fetches pages of its memory from here. `round_pages` are
-    /// the pages that it lacked, and `round_sent_pages` those that it has fetched.
+    /// the pages that it lacked, and `round_sent_pages` those that were sent to it.
     pub serving: bool,
+    /// The destination's address.
+    pub destination: String,
     /// Everything except the switchover is done, and the migration is held.
     pub held: bool,
     /// The forecast after the last harvest.
@@ -160,8 +162,12 @@ impl Orders {
         progress.sent_bytes = sent.bytes.load(Ordering::Relaxed);
         progress.sent_content_pages = sent.content_pages.load(Ordering::Relaxed);
         progress.sent_zero_pages = sent.zero_pages.load(Ordering::Relaxed);
-        let round_sent =
-            (progress.sent_content_pages + progress.sent_zero_pages).saturating_sub(before);
+        let round_sent = match progress.serving {
+            true => sent.served_pages.load(Ordering::Relaxed),
+            false => {
+                (progress.sent_content_pages + progress.sent_zero_pages).saturating_sub(before)
+            }
+        };
         progress.round_sent_pages = round_sent.min(progress.round_pages);
         progress
     }
@@ -186,6 +192,10 @@ impl Orders {
 
     pub(crate) fn sent(&self) -> Arc<SentCounters> {
         Arc::clone(&self.0.sent)
+    }
+
+    pub(crate) fn publish_destination(&self, destination: String) {
+        self.0.progress.lock().progress.destination = destination;
     }
 
     pub(crate) fn publish(&self, phase: &'static str, state: SourceState) {

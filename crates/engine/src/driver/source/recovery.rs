@@ -5,22 +5,31 @@
 //! process reads the journal. Without COMMIT the guest is resumed. With COMMIT the destination is
 //! queried until its answer is known.
 
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
-use vmferry_handover::{Resume, VmError};
+
+use crossbeam_channel::Receiver;
+use vmferry_handover::{SessionKind, VmError};
 
 use vmferry_transport::Dialer;
 use vmferry_wire::GuestIdentity;
 
 use super::control::ControlLink;
+use super::left_pages::LeftPages;
 use super::orders::Orders;
+use super::redial::Redialed;
 use crate::config::SourceConfig;
 use crate::cpu::CpuMeter;
+use crate::error::MigrateError;
 use crate::link::lost;
 use crate::machine::source::Source;
 use crate::machine::source::io::{Action, Ending, Input, Report};
 use crate::vmm::GuestDescription;
+use crate::vmm::left::AbandonedVm;
 use vmferry_handover::SourceGuest;
-use vmferry_handover::journal::{FileJournal, Journal, JournalError, Record, Side};
+use vmferry_handover::journal::{
+    FileJournal, Journal, JournalError, Record, Side, kind_of_source, recover_source,
+};
 
 /// The owner of the guest.
 #[derive(Debug)]
@@ -29,17 +38,25 @@ pub enum Recovered<V> {
     Kept(V),
     /// The destination owns the guest. The VMM has to be torn down.
     Given(V),
+    /// The destination had the guest, which has lost the pages that it had not fetched yet. The VMM
+    /// has to be torn down.
+    Lost(V, MigrateError),
     /// This host owns the guest, but it could not be resumed.
     Stuck(V, VmError),
+    /// The destination may lack pages of the guest, and its memory here can't be read. The session
+    /// is left open.
+    Unread(V, VmError),
 }
 
 /// Finishes the session of a source process that has died. Blocks until the guest's owner is known:
-/// in doubt, the destination that `dialer` reaches is queried, and `orders` can decide.
+/// in doubt, the destination that `dialer` reaches is queried, and `orders` can decide. To a
+/// destination that lacks pages they are served, until it has all of them. If the VMM sends them
+/// itself, this only waits until the destination has them.
 ///
 /// # Errors
 /// Errors of the VMM or the journal: [`JournalError::InUse`] while the process is still alive.
-pub fn recover<V: Resume>(
-    vm: V,
+pub fn recover<V: AbandonedVm>(
+    mut vm: V,
     dialer: &Dialer,
     config: SourceConfig,
     orders: &Orders,
@@ -58,12 +75,19 @@ pub fn recover<V: Resume>(
         layout: Vec::new(),
     };
     let inputs = crossbeam_channel::unbounded();
-    orders.attach(inputs.0);
+    orders.attach(inputs.0.clone());
+    let serves = kind_of_source(&records) == SessionKind::PostCopy
+        && recover_source(&records).0.is_committed();
+    let memory = match serves.then(|| vm.memory()).transpose() {
+        Ok(memory) => memory.flatten(),
+        Err(error) => return Ok(Recovered::Unread(vm, error)),
+    };
+    let pages = memory.map(|memory| LeftPages::new(memory, dialer, &config, orders, inputs.0));
     let control = ControlLink::new(dialer, &config, Vec::new(), CpuMeter::default());
     let machine = Source::recovered(config, &guest, &records, Duration::ZERO);
     let guest = SourceGuest::recovered(vm, machine.handover());
     let started = Instant::now();
-    let mut recovery = Recovery { machine, control, journal, guest, failure: None };
+    let mut recovery = Recovery { machine, control, journal, guest, pages, failure: None };
     loop {
         while let Some(action) = recovery.machine.next_action() {
             orders.publish(recovery.machine.phase_name(), recovery.machine.handover());
@@ -76,11 +100,12 @@ pub fn recover<V: Resume>(
         }
         if let Some(ending) = recovery.machine.ending() {
             orders.detach();
-            return Ok(recovery.finish(&ending));
+            return Ok(recovery.finish(ending));
         }
         let tick = recovery.machine.next_tick().unwrap_or(Duration::from_secs(1));
         let wait = tick.saturating_sub(started.elapsed());
-        let control = &mut recovery.control;
+        let Recovery { control, pages, .. } = &mut recovery;
+        let joined = pages.as_ref().map_or(&*NEVER, LeftPages::dialed);
         let input = crossbeam_channel::select! {
             recv(control.heard()) -> from => {
                 from.map_or(Input::Tick, |from| control.take_heard(from))
@@ -88,25 +113,40 @@ pub fn recover<V: Resume>(
             recv(control.dialed()) -> dialed => {
                 dialed.map_or(Input::Tick, |dialed| control.take_dialed(dialed))
             }
-            recv(inputs.1) -> input => input.unwrap_or(Input::Tick),
+            recv(inputs.1) -> input => match (input, &pages) {
+                (Ok(Input::LaneLost { lane, attempt, .. }), Some(pages))
+                    if !pages.is_at(lane, attempt) =>
+                {
+                    Input::Tick
+                }
+                (input, _) => input.unwrap_or(Input::Tick),
+            },
+            recv(joined) -> redialed => match (redialed, pages) {
+                (Ok(redialed), Some(pages)) => pages.rejoin(redialed),
+                _ => Input::Tick,
+            },
             default(wait) => Input::Tick,
         };
         recovery.machine.handle(started.elapsed(), input);
     }
 }
 
-struct Recovery<V: Resume> {
+static NEVER: LazyLock<Receiver<Redialed>> = LazyLock::new(crossbeam_channel::never);
+
+struct Recovery<V: AbandonedVm> {
     machine: Source,
     control: ControlLink,
     journal: FileJournal,
     guest: SourceGuest<V>,
+    /// The guest's pages, if the destination may lack some.
+    pages: Option<LeftPages>,
     failure: Option<VmError>,
 }
 
-impl<V: Resume> Recovery<V> {
+impl<V: AbandonedVm> Recovery<V> {
     fn execute(&mut self, action: Action) -> Option<Input> {
         match action {
-            Action::Ask { delay } => self.control.ask(delay),
+            Action::Ask { delay, offer } => self.control.ask(delay, offer),
             Action::Send(message) => {
                 if let Err(error) = self.control.send(&message)
                     && !self.machine.handover().is_final()
@@ -127,14 +167,15 @@ impl<V: Resume> Recovery<V> {
                     self.failure = Some(error);
                 }
             }
-            // A guest that was given away is not touched, and a recovered source does nothing else.
-            _ => {}
+            // A guest that was given away is not touched.
+            action => return self.pages.as_mut().and_then(|pages| pages.execute(action)),
         }
         None
     }
 
-    fn finish(mut self, ending: &Ending) -> Recovered<V> {
+    fn finish(mut self, ending: Ending) -> Recovered<V> {
         self.control.stop_dialing();
+        self.pages = None;
         self.control.say_goodbye();
         self.control.close();
         match (self.guest, ending, self.failure) {
@@ -142,6 +183,9 @@ impl<V: Resume> Recovery<V> {
                 // The session had no outcome yet: the guest is here.
                 let _ = self.journal.append(&Record::Kept { by_operator: false });
                 Recovered::Kept(running.into_vm())
+            }
+            (SourceGuest::Committed(committed), Ending::Lost(error), _) => {
+                Recovered::Lost(committed.release(), error)
             }
             (SourceGuest::Committed(committed), ..) => Recovered::Given(committed.release()),
             (SourceGuest::Paused(paused), Ending::Kept(_), failure) => match paused.into_vm() {
@@ -161,6 +205,8 @@ fn no_reason() -> VmError {
 
 #[cfg(test)]
 mod tests {
+    use vmferry_handover::Resume;
+    use vmferry_memory::GuestMemory;
     use vmferry_transport::Address;
     use vmferry_wire::SessionId;
 
@@ -188,6 +234,12 @@ mod tests {
 
         fn run(&mut self) -> Result<(), VmError> {
             Err("there is no VMM".into())
+        }
+    }
+
+    impl AbandonedVm for Guest {
+        fn memory(&mut self) -> Result<Option<GuestMemory>, VmError> {
+            Err("no page of it is missing".into())
         }
     }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use vmferry_memory::{PageSet, SlotLayout};
-use vmferry_wire::{ControlMessage, FetchLanes, Reason, ReasonCode, Release, SessionId};
+use vmferry_wire::{ControlMessage, FetchLanes, Reason, ReasonCode, Release, SessionId, one_line};
 
 use super::common::Common;
 use super::io::{Action, Prepared, Report};
@@ -45,6 +45,7 @@ impl AwaitBegin {
             layout: begin.guest.layout.clone(),
             verification: if begin.verify { Verification::Announced } else { Verification::None },
             fetch_lanes: begin.fetch_lanes,
+            no_post_copy: None,
         };
         let streams = (common.our_side.protocol > 1).then_some(begin.streams);
         let (guest, used_bytes) = (begin.guest, begin.used_bytes);
@@ -61,7 +62,10 @@ impl Phase {
     ) -> Self {
         match (self, result) {
             (Self::Preparing(mut announced), Ok(Prepared { post_copy })) => {
-                announced.fetch_lanes = announced.fetch_lanes.filter(|_| post_copy);
+                if let (Some(_), Err(why)) = (announced.fetch_lanes, post_copy) {
+                    announced.fetch_lanes = None;
+                    announced.no_post_copy = Some(one_line(&why));
+                }
                 common.act(Action::Open(announced.session));
                 Self::Opening(announced)
             }
@@ -98,14 +102,14 @@ impl Phase {
 
 impl Announced {
     fn accept(self, common: &mut Common) -> Phase {
-        let Self { session, name, lanes, layout, verification, fetch_lanes } = self;
+        let Self { session, name, lanes, layout, verification, fetch_lanes, no_post_copy } = self;
         common.act(Action::ExpectLanes { lanes, fetch_lanes });
         common.send(ControlMessage::Accept {
             token: common.token,
             release: Some(common.release()),
             algorithms: Some(common.our_side.algorithms),
             verifies_placed: verification != Verification::None,
-            post_copy: fetch_lanes.is_some(),
+            post_copy: no_post_copy.map(Err).or(fetch_lanes.map(|_| Ok(()))),
         });
         common.report(Report::Accepted {
             run: session,

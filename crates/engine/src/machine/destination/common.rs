@@ -7,6 +7,7 @@ use vmferry_wire::{ControlMessage, Token};
 
 use super::io::{Action, LinkId, Report};
 use super::losses::Links;
+use crate::causes::chain;
 use crate::config::Timeouts;
 use crate::error::MigrateError;
 use crate::machine::peer::{DestinationSide, UnknownFields};
@@ -26,8 +27,12 @@ pub(super) struct Common {
     pub(super) missing_pages: u64,
     /// The last missing page was placed, possibly before the guest runs.
     pub(super) has_fetched: bool,
+    /// The guest has ended while it lacked pages.
+    pub(super) guest_ended: bool,
     /// When to try again to write FETCHED, if that has failed.
     pub(super) fetched_retry: Option<Duration>,
+    /// Why pages did not arrive, as reported last.
+    pub(super) fetching_failure: Option<String>,
     /// Why the session ended without the guest, or why the guest crashed, as far as that is known.
     pub(super) failure: Option<MigrateError>,
     /// When the source last sent a message.
@@ -52,7 +57,9 @@ impl Common {
             kind: SessionKind::PreCopy,
             missing_pages: 0,
             has_fetched: false,
+            guest_ended: false,
             fetched_retry: None,
+            fetching_failure: None,
             failure: None,
             last_heard: now,
             links: Links::default(),
@@ -69,6 +76,15 @@ impl Common {
 
     pub(super) fn report(&mut self, report: Report) {
         self.act(Action::Report(report));
+    }
+
+    /// Reports why pages do not arrive, unless that was the last report of this kind.
+    pub(super) fn report_fetching_failure(&mut self, error: &MigrateError) {
+        let reason = chain(error);
+        if self.fetching_failure.as_ref() != Some(&reason) {
+            self.fetching_failure = Some(reason.clone());
+            self.report(Report::FetchingFailed { reason });
+        }
     }
 
     /// Sends a message on the session's control channel.

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use vmferry_wire::ControlMessage;
+use vmferry_faults::FaultError;
+use vmferry_wire::{ControlMessage, ReasonCode};
 
 use super::announcement::Announcement;
 use super::common::{Common, protocol};
@@ -31,6 +32,16 @@ impl Phase {
             Input::LaneLost { lane, error, .. } => self.on_lane_lost(common, now, lane, error),
             Input::LaneJoined { lane } => self.on_lane_joined(common, now, lane),
             Input::Superseded => self.on_superseded(common, now),
+            Input::Failed(MigrateError::Faults(FaultError::ProcessGone { .. }))
+                if common.handover.is_fetching() =>
+            {
+                self.on_guest_ended(common, now)
+            }
+            Input::GuestEnded if common.handover.is_fetching() => self.on_guest_ended(common, now),
+            Input::GuestEnded => {
+                let (action, source) = ("receive the guest", "the VMM has ended".into());
+                self.fail(common, now, MigrateError::Vm { action, source })
+            }
             Input::Failed(error) => self.fail(common, now, error),
             // The guest runs here, so there is nothing to cancel.
             Input::Cancel if common.handover.may_run() => self,
@@ -64,7 +75,7 @@ impl Phase {
             }
             Input::Started(result) => self.on_started(common, now, result),
             Input::Arriving => self.on_arriving(now),
-            Input::StreamRefused | Input::Tick => self,
+            Input::StreamRefused | Input::RequestsEnded | Input::Tick => self,
         }
     }
 
@@ -140,8 +151,21 @@ impl Phase {
             (ControlMessage::Commit { session }, phase) if Some(session) == ours => {
                 phase.on_commit(common, now, link)
             }
-            (ControlMessage::Query { session }, phase) if Some(session) == ours => {
+            (ControlMessage::Query { session, offer: Some(offer) }, phase)
+                if Some(session) == ours && common.handover.is_fetching() =>
+            {
+                common.links.keep_fetch_lanes(offer);
+                common.act(Action::UseOffer { link, offer });
+                phase
+            }
+            (ControlMessage::Query { session, .. }, phase) if Some(session) == ours => {
                 phase.hand_over(common, now, link, DestinationEvent::Query)
+            }
+            // A source that was restarted did not know yet that the guest runs here.
+            (ControlMessage::Abort { reason }, phase)
+                if common.handover.is_fetching() && reason.code != ReasonCode::PagesLost =>
+            {
+                phase
             }
             (ControlMessage::Abort { reason }, phase) => {
                 let error = MigrateError::EndedByPeer { peer: "source", reason };

@@ -64,7 +64,7 @@ pub fn receiving(verify: bool) -> Destination {
         fetch_lanes: Some(FetchLanes { faults: 1, background: 1 }),
     };
     heard(&mut destination, begin);
-    destination.handle(now, Input::Prepared(Ok(Prepared { post_copy: true })));
+    destination.handle(now, Input::Prepared(Ok(Prepared { post_copy: Ok(()) })));
     destination.handle(now, Input::Opened(Ok(())));
     while destination.next_action().is_some() {}
     assert_phase!(destination, Receiving);

@@ -7,7 +7,6 @@ use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionWord};
 use super::common::{Common, micros};
 use super::io::{Action, LinkId, Report};
 use super::phase::{Deciding, Phase, Verification};
-use crate::causes::chain;
 use crate::error::MigrateError;
 use vmferry_handover::{DestinationEffect, DestinationEvent, DestinationState};
 
@@ -90,7 +89,7 @@ impl Phase {
         }
         if common.handover.may_run() {
             // The guest runs on, and waits for its missing pages.
-            common.report(Report::FetchingFailed { reason: chain(&error) });
+            common.report_fetching_failure(&error);
             return self;
         }
         if self.is_before_acceptance() {
@@ -102,8 +101,7 @@ impl Phase {
         self.hand_over(common, now, LinkId::CONTROL, DestinationEvent::Failed)
     }
 
-    /// Enters the handover's next state and carries out its effects. `link` is where a query came
-    /// from.
+    /// Processes an event of the handover. `link` is where a query came from.
     pub(super) fn hand_over(
         self,
         common: &mut Common,
@@ -111,7 +109,18 @@ impl Phase {
         link: LinkId,
         event: DestinationEvent,
     ) -> Self {
-        let (next, effects) = common.handover.step(event);
+        let step = common.handover.step(event);
+        self.follow(common, now, link, step)
+    }
+
+    /// Enters the handover's next state and carries out its effects.
+    pub(super) fn follow(
+        self,
+        common: &mut Common,
+        now: Duration,
+        link: LinkId,
+        (next, effects): (DestinationState, &[DestinationEffect]),
+    ) -> Self {
         common.handover = next;
         let Some(session) = self.session_id() else { return self };
         for effect in effects {
@@ -127,7 +136,8 @@ impl Phase {
                 (DestinationEffect::WriteFetched, _) => common.act(Action::WriteFetched),
                 (DestinationEffect::SendFetching, _) => {
                     common.report(Report::Fetching { pages: common.missing_pages });
-                    let message = ControlMessage::Answer { session, word: SessionWord::Fetching };
+                    let word = SessionWord::Fetching;
+                    let message = ControlMessage::Answer { session, word, token: None };
                     common.act(Action::Broadcast(message));
                     // The source, which waits for this message, may be sending other pages next.
                     common.act(Action::FetchAll);
@@ -162,7 +172,7 @@ impl Phase {
                 }
                 (DestinationEffect::Discard, _) => common.act(Action::Discard),
                 (DestinationEffect::Answer(word), _) => {
-                    let message = ControlMessage::Answer { session, word: *word };
+                    let message = ControlMessage::Answer { session, word: *word, token: None };
                     common.act(Action::Send { link, message });
                 }
             }

@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use vmferry_memory::{GuestBytes, PageRun, PageSet, WholeHash};
-use vmferry_wire::{ControlMessage, FetchLanes, Release, SessionId};
+use vmferry_wire::{ControlMessage, FetchLanes, LaneOffer, Release, SessionId};
 
+use crate::data::destination::fetch::handle::FetchProgress;
 use crate::error::MigrateError;
 use crate::vmm::GuestDescription;
 use vmferry_handover::SessionKind;
@@ -72,6 +73,11 @@ pub enum Input {
     },
     /// Bytes have arrived on data channels since the last time, possibly not whole frames.
     Arriving,
+    /// The VMM of a carried guest has closed the stream of its requests for pages. Handled by the
+    /// driver, which asks the VMM why.
+    RequestsEnded,
+    /// The guest's VMM is a process of its own, and has ended.
+    GuestEnded,
     /// The VMM has stopped reading a stream. Handled by the driver, which asks the VMM why.
     StreamRefused,
     /// The digest of everything that was placed.
@@ -116,10 +122,10 @@ impl Input {
 }
 
 /// What the VMM has prepared for a guest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prepared {
-    /// Whether the guest can run there before all its pages have arrived.
-    pub post_copy: bool,
+    /// Whether the guest can run there before all its pages have arrived, and why not.
+    pub post_copy: Result<(), String>,
 }
 
 /// An action. The input named after the colon reports its result.
@@ -191,6 +197,14 @@ pub enum Action {
     Run,
     /// Fetch all missing pages, whether or not they are touched: `Fetched`.
     FetchAll,
+    /// Close all fetch lanes and expect the offered ones, with a new token. Answer the question
+    /// with FETCHING and this token.
+    UseOffer {
+        /// The connection with the question.
+        link: LinkId,
+        /// The lanes.
+        offer: LaneOffer,
+    },
     /// Discard the guest's memory and state.
     Discard,
     /// Notify the observer.
@@ -249,8 +263,12 @@ pub enum Report {
         /// The missing pages.
         pages: u64,
     },
+    /// Pages were fetched while the guest ran. Reported every second by the driver.
+    FetchProgress(Box<FetchProgress>),
     /// The last missing page has arrived.
     Fetched,
+    /// The guest has ended while it lacked pages, so none is missing any more.
+    GuestEnded,
     /// Something failed while the guest runs here and lacks pages.
     FetchingFailed {
         /// The cause, in words.

@@ -67,6 +67,11 @@ impl Phase {
 }
 
 impl Placing {
+    /// The VMM of a carried guest knows the missing pages itself: the state is their number.
+    fn carried_pages(&self) -> Option<u64> {
+        Some(u64::from_le_bytes((*self.last.state).try_into().ok()?))
+    }
+
     fn check_placed(mut self, common: &mut Common) -> Phase {
         // A disconnected source may have resumed its guest, and sends FINAL again after it has
         // reconnected.
@@ -76,7 +81,10 @@ impl Placing {
         if self.last.kind == SessionKind::PostCopy
             && let Some(Lacking { named: missing, .. }) = self.session.lacking.take()
         {
-            common.missing_pages = missing.count();
+            common.missing_pages = match self.carried_pages() {
+                Some(pages) if missing.count() == 0 => pages,
+                _ => missing.count(),
+            };
             common.act(Action::FetchMissing { missing });
         }
         common.act(Action::SumDigest);

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use vmferry_wire::LaneOffer;
+
 use crate::error::MigrateError;
 use crate::link::{EXPLANATION, Loss};
 
@@ -63,6 +65,12 @@ impl Links {
 
     pub(super) fn lose_fetch_lane(&mut self, lane: u8, loss: Loss) {
         self.fetch_lanes.push(LostLane { lane, loss });
+    }
+
+    /// The source has offered these fetch lanes, and there are no others from now on.
+    pub(super) fn keep_fetch_lanes(&mut self, LaneOffer { first, lanes }: LaneOffer) {
+        let all = first..first.saturating_add(lanes.count());
+        self.fetch_lanes.retain(|lost| all.contains(&lost.lane));
     }
 
     /// A lane has a channel. Returns its loss, if there was one.

@@ -38,6 +38,8 @@ pub(super) struct Announced {
     pub(super) layout: Vec<SlotLayout>,
     pub(super) verification: Verification,
     pub(super) fetch_lanes: Option<FetchLanes>,
+    /// Why the guest can't be received with post-copy, although the source announced fetch lanes.
+    pub(super) no_post_copy: Option<String>,
 }
 
 /// A session whose guest is accepted. It is in the journal.
@@ -137,6 +139,23 @@ pub(super) struct Deciding {
     pub(super) since: Duration,
     /// When the last COMMIT arrived.
     pub(super) committed_at: Option<Duration>,
+}
+
+impl Deciding {
+    /// For a guest that was left by a process that has died.
+    pub(super) fn recovered(session: SessionId, paused: bool, now: Duration) -> Self {
+        let session = Session {
+            id: session,
+            layout: Vec::new(),
+            lane_ends: Vec::new(),
+            verification: Verification::None,
+            free: None,
+            hash: HashRun::Idle,
+            lacking: None,
+        };
+        let load = Duration::ZERO;
+        Self { session, digest: 0, paused, load, since: now, committed_at: None }
+    }
 }
 
 impl Phase {

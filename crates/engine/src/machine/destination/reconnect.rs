@@ -77,7 +77,7 @@ impl Phase {
         lane: u8,
         error: MigrateError,
     ) -> Self {
-        if self.is_fetch_lane(lane) {
+        if self.is_fetch_lane(common, lane) {
             return self.on_fetch_lane_lost(common, now, lane, &error);
         }
         // Once everything is placed, data channels are no longer needed.

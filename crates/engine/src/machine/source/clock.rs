@@ -7,12 +7,9 @@ use vmferry_wire::ControlMessage;
 use super::common::{Common, ms};
 use super::io::{Action, Report};
 use super::phase::Phase;
+use super::pings::FirstPings;
 use crate::error::MigrateError;
 use vmferry_handover::{SourceEvent, SourceState};
-
-/// Consecutive pings once the channels are open. The first one wakes threads and fills caches; the
-/// shortest round trip is the link's.
-const PINGS_AT_START: u64 = 4;
 
 /// The end of a wait.
 #[derive(Clone, Copy, Debug)]
@@ -150,7 +147,8 @@ impl Phase {
             Self::OpeningFetch(opening) => opening.on_pong(common, now, nonce),
             other => other,
         };
-        common.measure_round_trip(now, nonce);
+        let is_sending = matches!(phase, Self::Sending(_));
+        common.measure_round_trip(now, nonce, is_sending);
         phase
     }
 }
@@ -171,7 +169,10 @@ impl Common {
         nonce
     }
 
-    fn measure_round_trip(&mut self, now: Duration, nonce: u64) {
+    /// The connection is reported with the shortest round trip of the first pings. If a round has
+    /// ended before all are answered, it is reported with the next answer: that one comes before
+    /// READY, because both are sent on the same channel.
+    fn measure_round_trip(&mut self, now: Duration, nonce: u64, is_sending: bool) {
         let Some(round_trip) = self.pings.answered(now, nonce) else { return };
         let best = self.pings.round_trip.map_or(round_trip, |known| known.min(round_trip));
         if self.pings.round_trip != Some(best) {
@@ -180,19 +181,29 @@ impl Common {
         self.pings.round_trip = Some(best);
         self.stats.round_trip_ms = ms(best);
         self.pace.predictor.measured_round_trip(best);
-        if nonce < PINGS_AT_START {
-            self.send_ping(now);
-        } else if nonce == PINGS_AT_START {
-            let destination = self.stats.destination.clone();
-            let (protocol, round_trip_ms) = (self.our_side.protocol, ms(best));
-            self.report(Report::Connected { round_trip_ms, protocol, destination });
+        match self.pings.first {
+            FirstPings::Awaited(awaited) if awaited > 1 && is_sending => {
+                self.pings.first = FirstPings::Awaited(awaited - 1);
+                self.send_ping(now);
+            }
+            FirstPings::Awaited(_) => {
+                self.pings.first = FirstPings::Reported;
+                let destination = self.stats.destination.clone();
+                let (protocol, round_trip_ms) = (self.our_side.protocol, ms(best));
+                self.report(Report::Connected { round_trip_ms, protocol, destination });
+            }
+            FirstPings::NotSent | FirstPings::Reported => {}
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::fixture::{assert_phase, awaiting_ready};
+    use std::collections::VecDeque;
+
+    use super::super::fixture::{
+        accepted, announced, assert_phase, awaiting_ready, log_started, placed, sent,
+    };
     use super::*;
     use crate::config::SourceConfig;
     use crate::config::WhenStuck;
@@ -243,6 +254,93 @@ mod tests {
         assert!(source.phase.listens(&source.common));
         source.handle(later + silence, Input::Tick);
         assert!(!source.phase.listens(&source.common), "it is silent now");
+    }
+
+    /// A source whose pings are answered a round trip after they were sent, but not before the
+    /// destination has accepted the guest.
+    struct Conversation {
+        source: Source,
+        now: Duration,
+        accepts_at: Duration,
+        round_trip: Duration,
+        answers: VecDeque<(Duration, u64)>,
+        /// The reports so far, without their contents.
+        reports: Vec<&'static str>,
+    }
+
+    impl Conversation {
+        fn new(accepts_at: Duration, round_trip: Duration) -> Self {
+            let source = announced(SourceConfig::new("unused".into()));
+            let (now, answers, reports) = (Duration::ZERO, VecDeque::new(), Vec::new());
+            Self { source, now, accepts_at, round_trip, answers, reports }
+        }
+
+        fn tell(&mut self, input: Input) {
+            self.source.handle(self.now, input);
+            while let Some(action) = self.source.next_action() {
+                match action {
+                    Action::Send(ControlMessage::Ping { nonce }) => {
+                        let at = (self.now + self.round_trip).max(self.accepts_at);
+                        self.answers.push_back((at, nonce));
+                    }
+                    Action::Report(Report::Connected { .. }) => self.reports.push("connected"),
+                    Action::Report(Report::RoundStarted { .. }) => self.reports.push("round"),
+                    Action::Report(Report::Ready) => self.reports.push("ready"),
+                    _ => {}
+                }
+            }
+        }
+
+        fn pass(&mut self, time: Duration) {
+            let until = self.now + time;
+            while self.now < until {
+                self.now += Duration::from_millis(10);
+                self.tell(Input::Tick);
+                while self.answers.front().is_some_and(|(at, _)| *at <= self.now) {
+                    let nonce = self.answers.pop_front().unwrap().1;
+                    self.tell(Input::Control(ControlMessage::Pong { nonce }));
+                }
+            }
+        }
+    }
+
+    /// On a slow link or a busy host more pings are due before the first one is answered.
+    #[test]
+    fn connection_is_reported_once_however_slow_pings_are_answered() {
+        let (instantly, slowly) = (Duration::from_millis(10), SECOND * 5 / 2);
+        for round_trip in [instantly, slowly] {
+            for (starts_log, accepts) in [(0, 0), (6, 0), (0, 6), (6, 6)] {
+                let accepts_at = SECOND * accepts;
+                let mut conversation = Conversation::new(accepts_at, round_trip);
+                for second in 0..30 {
+                    if second == starts_log {
+                        conversation.tell(log_started());
+                    }
+                    if second == accepts {
+                        conversation.tell(accepted(false));
+                    }
+                    if second == starts_log.max(accepts) {
+                        assert!(conversation.reports.is_empty(), "the channels are not open");
+                        conversation.tell(Input::LanesJoined);
+                    }
+                    conversation.pass(SECOND);
+                }
+                let case = (round_trip, starts_log, accepts);
+                assert_eq!(conversation.reports, ["round", "connected"], "{case:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn connection_is_reported_before_ready_if_the_rounds_are_over_at_once() {
+        let mut conversation = Conversation::new(Duration::ZERO, SECOND);
+        for input in [log_started(), accepted(false), Input::LanesJoined, sent(1), placed(1)] {
+            conversation.tell(input);
+        }
+        conversation.pass(SECOND);
+        assert_eq!(conversation.reports, ["round", "connected"], "the first ping is answered");
+        conversation.pass(SECOND * 5);
+        assert_eq!(conversation.reports, ["round", "connected"]);
     }
 
     #[test]

@@ -28,6 +28,12 @@ pub(super) struct Common {
     pub(super) kind: SessionKind,
     /// Why the guest was not migrated, as far as that is known.
     pub(super) failure: Option<MigrateError>,
+    /// Why a guest that was given away has lost pages.
+    pub(super) lost: Option<MigrateError>,
+    /// The VMM of a carried guest has ended, and the guest's memory here with it.
+    pub(super) vmm_has_ended: bool,
+    /// Why pages could not be sent to a destination that lacks them, as reported last.
+    pub(super) serving_failure: Option<String>,
     pub(super) pace: Pace,
     pub(super) post_copy: PostCopyPlan,
     pub(super) rounds: RoundTracker,
@@ -58,13 +64,17 @@ impl Common {
         our_side: SourceSide,
         now: Duration,
     ) -> Self {
-        let can_fetch = !our_side.streams && our_side.protocol >= FIELDS_SINCE && !config.verify;
-        let announced = can_fetch.then(|| config.fetch_lanes());
+        let vmm_can = !our_side.streams || our_side.vmm_post_copy == Some(Ok(()));
+        let can_fetch = vmm_can && our_side.protocol >= FIELDS_SINCE && !config.verify;
+        let announced = can_fetch.then(|| our_side.fetch_lanes(&config));
         let memory_pages: u64 = guest.layout.iter().map(|slot| slot.pages).sum();
         Self {
             handover: SourceState::Holding,
             kind: SessionKind::PreCopy,
             failure: None,
+            lost: None,
+            vmm_has_ended: false,
+            serving_failure: None,
             pace: Pace::new(&config, now),
             post_copy: PostCopyPlan::new(config.post_copy, announced),
             rounds: RoundTracker::new(config.channels.get()),

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use vmferry_memory::WholeHash;
-use vmferry_wire::{AlgorithmSet, ControlMessage, SessionWord};
+use vmferry_wire::{AlgorithmSet, ControlMessage};
 
 use super::common::Common;
 use super::io::{Action, Input};
@@ -43,6 +43,7 @@ impl Phase {
                 return self.on_not_restored(common, now, Some(lane), error);
             }
             Input::Failed(error) => return self.fail(common, now, error),
+            Input::VmmEnded(error) => return self.on_vmm_ended(common, now, error),
             Input::Cancel => return self.on_cancel(common, now),
             Input::SwitchOver => return self.on_switch_over(common, now),
             Input::Operator(word) => return self.on_operator(common, now, word),
@@ -72,7 +73,9 @@ impl Phase {
             (Input::LaneSent { lane, end_sequence, totals }, phase) => {
                 common.rounds.sent(lane, end_sequence, totals);
                 let is_last = matches!(phase, Self::LastRound(_));
-                if is_last && common.kind == SessionKind::PreCopy && common.rounds.all_sent() {
+                // With post-copy only a carried guest has a last round.
+                let has_round = common.kind == SessionKind::PreCopy || common.our_side.streams;
+                if is_last && has_round && common.rounds.all_sent() {
                     common.act(Action::SumDigest);
                 }
                 phase.finish_round(common, now)
@@ -81,14 +84,17 @@ impl Phase {
                 let pass = Pass { round, pages, dirty_pages_per_s };
                 sending.on_pass(common, now, pass, totals)
             }
-            (Input::Stopped { stood_still, expected, totals }, Self::Sending(sending)) => {
-                sending.on_stopped(common, now, stood_still, expected, totals)
+            (Input::Stopped { stood_still, expected, pages, totals }, Self::Sending(sending)) => {
+                sending.on_stopped(common, now, stood_still, expected, (pages, totals))
             }
             (Input::Harvested { pages, took, stood_still }, Self::Harvesting(harvesting)) => {
                 harvesting.on_harvested(common, now, Found { pages, took, stood_still })
             }
             (Input::FetchLanesJoined, Self::OpeningFetch(opening)) => {
                 opening.on_opened(common, now)
+            }
+            (Input::FetchLanesJoined, Self::Sending(sending)) => {
+                sending.on_fetch_lanes_joined(common)
             }
             (Input::Paused { stood_still }, Self::Pausing(pausing)) => {
                 pausing.on_paused(common, now, stood_still)
@@ -164,11 +170,11 @@ impl Phase {
                     let error = MigrateError::EndedByPeer { peer: "destination", reason };
                     phase.fail(common, now, error)
                 } else {
-                    phase.on_word(common, now, SessionWord::Aborted, Some(reason))
+                    phase.on_aborted(common, now, reason)
                 }
             }
-            (ControlMessage::Answer { session, word }, phase) if session == ours => {
-                phase.on_word(common, now, word, None)
+            (ControlMessage::Answer { session, word, token }, phase) if session == ours => {
+                phase.on_answer(common, now, word, token)
             }
             (ControlMessage::Ping { nonce }, phase) => {
                 common.act(Action::Send(ControlMessage::Pong { nonce }));

@@ -66,7 +66,17 @@ pub fn after_one_round(config: SourceConfig) -> Source {
     after_one_round_to(config, false)
 }
 
-fn after_one_round_to(mut config: SourceConfig, verifies_placed: bool) -> Source {
+fn after_one_round_to(config: SourceConfig, verifies_placed: bool) -> Source {
+    let mut source = announced(config);
+    for input in [log_started(), accepted(verifies_placed), Input::LanesJoined, sent(1), placed(1)]
+    {
+        source.handle(Duration::ZERO, input);
+    }
+    source
+}
+
+/// A machine that has announced its guest, at time 0.
+pub fn announced(mut config: SourceConfig) -> Source {
     config.channels = ChannelCount::new(1).unwrap();
     let guest = GuestDescription {
         identity: GuestIdentity { uuid: uuid::Uuid::nil(), name: String::new() },
@@ -74,21 +84,21 @@ fn after_one_round_to(mut config: SourceConfig, verifies_placed: bool) -> Source
         config: Vec::new(),
         layout: vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: 1 }],
     };
-    let mut source = Source::new(config, guest, SourceSide::new("none"), Duration::ZERO);
-    for input in [
-        Input::LogStarted { populated_pages: 1, stood_still: Duration::ZERO },
-        Input::Control(ControlMessage::Accept {
-            token: Token([1; 16]),
-            release: None,
-            algorithms: None,
-            verifies_placed,
-            post_copy: true,
-        }),
-        Input::LanesJoined,
-        sent(1),
-        placed(1),
-    ] {
-        source.handle(Duration::ZERO, input);
-    }
-    source
+    Source::new(config, guest, SourceSide::new("none"), Duration::ZERO)
+}
+
+/// The dirty log is running.
+pub fn log_started() -> Input {
+    Input::LogStarted { populated_pages: 1, stood_still: Duration::ZERO }
+}
+
+/// The destination has accepted the guest.
+pub fn accepted(verifies_placed: bool) -> Input {
+    Input::Control(ControlMessage::Accept {
+        token: Token([1; 16]),
+        release: None,
+        algorithms: None,
+        verifies_placed,
+        post_copy: Some(Ok(())),
+    })
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionWord};
+use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionWord, Token};
 
 use super::common::{Common, ms};
 use super::io::{Action, Report};
@@ -10,6 +10,15 @@ use super::phase::{Asking, HandingOver, Pause, Phase, Serving};
 use crate::error::MigrateError;
 use vmferry_handover::journal::Record;
 use vmferry_handover::{OperatorWord, SourceEffect, SourceEvent, SourceState};
+
+impl Common {
+    /// Asks the destination after a delay.
+    pub(super) fn ask(&mut self, now: Duration, delay: Duration) {
+        self.wait.since = now + delay;
+        let offer = self.lane_offer();
+        self.act(Action::Ask { delay, offer });
+    }
+}
 
 /// A step of the handover.
 #[derive(Clone, Copy, Debug)]
@@ -49,25 +58,33 @@ impl Phase {
         }
     }
 
-    /// The destination's word about the session.
-    pub(super) fn on_word(
+    /// The destination's answer. With a token, it expects the offered fetch lanes.
+    pub(super) fn on_answer(
         self,
         common: &mut Common,
         now: Duration,
         word: SessionWord,
-        reason: Option<Reason>,
+        token: Option<Token>,
     ) -> Self {
         if word == SessionWord::Aborted && common.handover.is_committed() {
-            let reason = reason
-                .unwrap_or_else(|| Reason::new(ReasonCode::Internal, "its journal says ABORTED"));
-            common.failure = Some(MigrateError::EndedByPeer { peer: "destination", reason });
+            let reason = Reason::new(ReasonCode::Internal, "its journal says ABORTED");
+            return self.on_aborted(common, now, reason);
         }
         common.wait.since = now;
         let phase = match self {
-            Self::Serving(serving) => serving.on_word(common, now, word),
-            phase => phase,
+            Self::Serving(serving) => serving.on_word(common, now, word, token),
+            phase => {
+                common.links.token = token.or(common.links.token);
+                phase
+            }
         };
         phase.hand_over(common, now, SourceEvent::Word(word))
+    }
+
+    /// The guest never ran at the destination and never will.
+    pub(super) fn on_aborted(self, common: &mut Common, now: Duration, reason: Reason) -> Self {
+        common.failure = Some(MigrateError::EndedByPeer { peer: "destination", reason });
+        self.hand_over(common, now, SourceEvent::Word(SessionWord::Aborted))
     }
 
     pub(super) fn on_operator(
@@ -77,12 +94,6 @@ impl Phase {
         word: OperatorWord,
     ) -> Self {
         let (next, effects) = common.handover.step(SourceEvent::of_operator(word, common.kind));
-        self.follow(common, now, Step { next, effects, by_operator: true })
-    }
-
-    /// The operator gives up a guest that still lacks pages.
-    pub(super) fn on_give_up(self, common: &mut Common, now: Duration) -> Self {
-        let (next, effects) = common.handover.step(SourceEvent::GiveUp);
         self.follow(common, now, Step { next, effects, by_operator: true })
     }
 
@@ -115,6 +126,9 @@ impl Phase {
         if entering_doubt {
             let reason = crate::causes::chain(&error);
             common.report(Report::InDoubt { reason });
+        }
+        if common.handover == SourceState::Serving {
+            common.report_serving_failure(&error);
         }
         if common.failure.is_none() {
             common.failure = Some(error);
@@ -159,8 +173,7 @@ impl Phase {
                     let first =
                         !matches!(before, SourceState::InDoubt { .. } | SourceState::Serving);
                     let delay = if first { Duration::ZERO } else { common.timeouts().ask };
-                    common.wait.since = now + delay;
-                    common.act(Action::Ask { delay });
+                    common.ask(now, delay);
                     if let Self::Serving(serving) = phase {
                         phase = serving.on_ask();
                     }
@@ -179,7 +192,20 @@ impl Phase {
                 SourceEffect::Release => common.act(Action::Release),
             }
         }
-        if next.is_final() && !before.is_final() { phase.end(common, now) } else { phase }
+        match phase {
+            phase if next.is_final() && !before.is_final() => phase.end(common, now),
+            phase @ Self::Serving(_) if common.vmm_has_ended => {
+                let source = match common.failure.take() {
+                    Some(MigrateError::Vm { source, .. }) => source,
+                    _ => "it has ended".into(),
+                };
+                phase.on_vmm_ended(common, now, source)
+            }
+            Self::Serving(serving) if next == SourceState::Serving => {
+                serving.ask_for_token(common, now)
+            }
+            phase => phase,
+        }
     }
 
     /// When READY was accepted, if it was.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use vmferry_memory::{GuestBytes, WholeHash};
-use vmferry_wire::{AlgorithmSet, ControlMessage, FetchLanes, Release, Token};
+use vmferry_wire::{AlgorithmSet, ControlMessage, LaneOffer, Release, Token};
 
 use super::change::Change;
 use crate::error::MigrateError;
@@ -11,7 +11,7 @@ use crate::rounds::tracker::LaneTotals;
 use crate::stats::forecast::Forecast;
 use crate::vmm::streamed::StreamEvent;
 use vmferry_handover::journal::Record;
-use vmferry_handover::{OperatorWord, SessionKind};
+use vmferry_handover::{OperatorWord, SessionKind, VmError};
 
 /// An event.
 #[derive(Debug)]
@@ -125,6 +125,8 @@ pub enum Input {
         stood_still: Duration,
         /// The downtime that the VMM expects.
         expected: Duration,
+        /// Pages that were not sent yet.
+        pages: u64,
         /// Totals since the last pass began.
         totals: LaneTotals,
     },
@@ -159,6 +161,8 @@ pub enum Input {
     Flowing,
     /// An action failed.
     Failed(MigrateError),
+    /// The VMM of a carried guest has ended, and the guest's memory here with it.
+    VmmEnded(VmError),
     /// The user cancels the migration.
     Cancel,
     /// The user changes settings.
@@ -176,6 +180,13 @@ pub enum Input {
 /// An action. The input named after the colon reports its result.
 #[derive(Debug)]
 pub enum Action {
+    /// Have a carried guest's VMM stop the guest and go on with its own post-copy: `Stopped`.
+    BeginCarriedPostCopy,
+    /// End the streams of a carried guest here, and keep the rest for the fetch lanes: `LaneSent`.
+    CutStreams {
+        /// Pages that were not sent yet.
+        pages: u64,
+    },
     /// Send a message on the control channel.
     Send(ControlMessage),
     /// Open the data channels with this token: `LanesJoined`.
@@ -184,8 +195,6 @@ pub enum Action {
     OpenFetchLanes {
         /// The session's token.
         token: Token,
-        /// Their numbers.
-        lanes: FetchLanes,
         /// How often each was dialed before.
         attempts: Vec<u64>,
     },
@@ -277,6 +286,8 @@ pub enum Action {
     Ask {
         /// How long to wait first.
         delay: Duration,
+        /// Fetch lanes to offer.
+        offer: Option<LaneOffer>,
     },
     /// Notify the observer.
     Report(Report),
@@ -286,9 +297,10 @@ pub enum Action {
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 pub enum Report {
-    /// The destination has accepted the guest and all channels are open.
+    /// The destination has accepted the guest, all channels are open, and it answers. Reported once
+    /// in a session, and before READY.
     Connected {
-        /// Round trip in milliseconds.
+        /// The shortest round trip so far, in milliseconds.
         round_trip_ms: f64,
         /// The protocol version.
         protocol: u16,
@@ -368,7 +380,7 @@ pub enum Report {
     /// The user wants post-copy, and it can't be used. The migration continues without it.
     PostCopyUnavailable {
         /// Why.
-        why: &'static str,
+        why: String,
     },
     /// The destination is ready.
     Ready,
@@ -378,6 +390,11 @@ pub enum Report {
     Serving {
         /// Pages that the destination lacked at the switchover.
         pages: u64,
+    },
+    /// Pages that the destination lacks can't be sent to it for now.
+    ServingFailed {
+        /// The cause, in words.
+        reason: String,
     },
     /// The destination can't be reached after COMMIT. The guest stays paused.
     InDoubt {
@@ -397,4 +414,6 @@ pub enum Ending {
     Kept(MigrateError),
     /// The destination has the guest.
     Given,
+    /// The destination had the guest, which has lost the pages that it had not fetched yet.
+    Lost(MigrateError),
 }

@@ -8,6 +8,7 @@ use vmferry_wire::{AlgorithmSet, Reason, ReasonCode, Release, Token};
 use super::common::Common;
 use super::io::{Action, Report};
 use super::phase::{Announced, Found, Joining, Phase};
+use super::pings::{FIRST_PINGS, FirstPings};
 use crate::config::compression::CompressionWay;
 use crate::error::MigrateError;
 
@@ -20,8 +21,8 @@ pub(super) struct Acceptance {
     pub(super) algorithms: AlgorithmSet,
     /// Whether it hashes its memory before it loads the state.
     pub(super) verifies_placed: bool,
-    /// Whether it can run the guest before all its pages have arrived.
-    pub(super) post_copy: bool,
+    /// Whether it can run the guest before all its pages have arrived, and why not.
+    pub(super) post_copy: Option<Result<(), String>>,
 }
 
 impl Announced {
@@ -79,6 +80,7 @@ impl Announced {
 
 impl Joining {
     pub(super) fn on_lanes_joined(self, common: &mut Common, now: Duration) -> Phase {
+        common.pings.first = FirstPings::Awaited(FIRST_PINGS);
         common.send_ping(now);
         common.start_running_round(now, self.first_round)
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::common::{Common, ms};
 use super::io::{Action, Report};
 use super::phase::{LastRound, Pause, Phase, Sending};
+use super::post_copy::CarriedPostCopy;
 use crate::error::MigrateError;
 use crate::rounds::convergence::{Decision, Harvest};
 use crate::rounds::tracker::{LaneTotals, RoundStart};
@@ -49,9 +50,16 @@ impl Sending {
             dirtied_in: now.saturating_sub(began),
         };
         common.foretell(harvest);
+        let decision = common.pace.predictor.decide(harvest);
+        if common.is_post_copy_due(&decision, harvest) {
+            return match phase {
+                Phase::Sending(sending) => sending.begin_carried_post_copy(common),
+                phase => phase,
+            };
+        }
         let predictor = &common.pace.predictor;
-        match predictor.decide(harvest) {
-            // A VMM that streams its guest has no post-copy here.
+        match decision {
+            // Without a destination that supports it, the migration has ended before.
             Decision::AnotherRound | Decision::PostCopy => phase,
             // If it fits, the VMM stops the guest itself.
             Decision::SwitchOver
@@ -74,7 +82,7 @@ impl Sending {
         now: Duration,
         stood_still: Duration,
         expected: Duration,
-        totals: LaneTotals,
+        (pages, totals): (u64, LaneTotals),
     ) -> Phase {
         let pause = Pause::begin(common, now, stood_still);
         common.stats.predicted_downtime_ms = ms(expected);
@@ -82,7 +90,8 @@ impl Sending {
         common.turn(totals, RoundStart { now, paused: true, ..RoundStart::default() });
         common.begin_wait(now);
         let phase = Phase::LastRound(LastRound::new(pause, now));
-        if !common.links.are_up() {
+        let is_post_copy = common.post_copy.carried == CarriedPostCopy::Begun;
+        if !common.links.are_up() || is_post_copy && !common.post_copy.is_open() {
             let error = MigrateError::LinkLost {
                 channel: "data".into(),
                 during: phase.name(),
@@ -90,7 +99,11 @@ impl Sending {
             };
             return phase.fail(common, now, error);
         }
-        common.act(Action::Save);
+        if is_post_copy {
+            pause.begin_carried_post_copy(common, pages);
+        } else {
+            common.act(Action::Save);
+        }
         phase
     }
 }

@@ -13,12 +13,29 @@ pub(super) struct Pings {
     pub(super) heard: Duration,
     /// Number of pings sent so far, which is the number of the last one.
     pub(super) sent: u64,
-    /// The ping that is not answered yet.
+    /// The pings that measure the round trip of a new session.
+    pub(super) first: FirstPings,
+    /// The oldest ping that is not answered yet.
     pub(super) unanswered: Option<Ping>,
     /// When the next ping is due.
     pub(super) next: Duration,
     /// The shortest round trip so far.
     pub(super) round_trip: Option<Duration>,
+}
+
+/// Consecutive pings once all channels are open. The first one wakes threads and fills caches; the
+/// shortest round trip is the link's.
+pub(super) const FIRST_PINGS: u32 = 4;
+
+/// How far the first measurement of the round trip is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FirstPings {
+    /// Not all channels are open yet.
+    NotSent,
+    /// The number of answers that are awaited, counting the present ping's.
+    Awaited(u32),
+    /// The connection was reported.
+    Reported,
 }
 
 /// A ping and when it was sent.
@@ -30,13 +47,21 @@ pub(super) struct Ping {
 
 impl Pings {
     pub(super) fn new(now: Duration) -> Self {
-        Self { heard: now, sent: 0, unanswered: None, next: now + PING_INTERVAL, round_trip: None }
+        Self {
+            heard: now,
+            sent: 0,
+            first: FirstPings::NotSent,
+            unanswered: None,
+            next: now + PING_INTERVAL,
+            round_trip: None,
+        }
     }
 
-    /// Numbers a ping that is sent now.
+    /// Numbers a ping that is sent now. If an earlier one is not answered yet, that one is
+    /// measured: on a link whose round trip takes longer than the interval, no other ever would be.
     pub(super) fn begin(&mut self, now: Duration) -> u64 {
         self.sent += 1;
-        self.unanswered = Some(Ping { nonce: self.sent, at: now });
+        self.unanswered.get_or_insert(Ping { nonce: self.sent, at: now });
         self.next = now + PING_INTERVAL;
         self.sent
     }

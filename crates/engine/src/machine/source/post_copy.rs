@@ -10,19 +10,16 @@
 
 use std::time::Duration;
 
-use vmferry_wire::{ControlMessage, FetchLanes, SessionWord};
+use vmferry_wire::{ControlMessage, FetchLanes};
 
-use super::common::{Common, ms};
+use super::common::Common;
 use super::io::{Action, Report};
-use super::phase::{Found, Harvesting, LastRound, OpeningFetch, Pause, Phase, Serving};
-use super::reconnect::RETRY;
-use crate::causes::chain;
+use super::phase::{Found, Harvesting, LastRound, OpeningFetch, Pause, Phase, Sending};
 use crate::config::{PostCopy, WhenStuck};
 use crate::error::MigrateError;
-use crate::link::channel_name;
 use crate::rounds::convergence::{Decision, Harvest};
 use crate::stats::forecast::Verdict;
-use vmferry_handover::{SessionKind, SourceState};
+use vmferry_handover::SessionKind;
 
 /// Whether and when to switch over with post-copy.
 #[derive(Debug)]
@@ -32,20 +29,36 @@ pub(super) struct PostCopyPlan {
     pub(super) announced: Option<FetchLanes>,
     /// Whether the destination has accepted that.
     pub(super) accepted: bool,
+    /// Why the destination can't receive this guest so, if it says.
+    refused: Option<String>,
     /// Whether all fetch lanes have channels, as far as is known.
-    are_open: bool,
-    lanes: Vec<FetchLink>,
+    pub(super) are_open: bool,
+    pub(super) lanes: Vec<FetchLink>,
     /// What the previous harvest found.
     before: Option<Before>,
+    /// How far a carried guest's VMM is on its way to its own post-copy.
+    pub(super) carried: CarriedPostCopy,
+}
+
+/// A carried guest's way to post-copy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum CarriedPostCopy {
+    /// It is not due.
+    #[default]
+    None,
+    /// It is due, and the fetch lanes are being opened.
+    Opening,
+    /// The VMM was told to stop the guest.
+    Begun,
 }
 
 /// The channel of a fetch lane.
 #[derive(Clone, Copy, Debug, Default)]
-struct FetchLink {
+pub(super) struct FetchLink {
     /// Attempts to redial so far.
-    attempts: u64,
+    pub(super) attempts: u64,
     /// Since when it has been lost.
-    lost: Option<Duration>,
+    pub(super) lost: Option<Duration>,
 }
 
 /// The previous harvest.
@@ -62,10 +75,17 @@ impl PostCopyPlan {
             policy,
             announced,
             accepted: false,
+            refused: None,
             are_open: false,
             lanes: vec![FetchLink::default(); usize::from(count)],
             before: None,
+            carried: CarriedPostCopy::None,
         }
+    }
+
+    /// A process that was restarted has no channels.
+    pub(super) fn lose_all(&mut self, now: Duration) {
+        self.lanes.iter_mut().for_each(|link| link.lost = Some(now));
     }
 
     /// Whether to switch over with post-copy after a harvest for which pre-copy has decided so.
@@ -97,8 +117,12 @@ impl PostCopyPlan {
 impl Common {
     /// The destination's answer is known. Returns an error if the user relies on post-copy and it
     /// can't be used.
-    pub(super) fn agree_on_post_copy(&mut self, accepted: bool) -> Result<(), MigrateError> {
-        self.post_copy.accepted = accepted && self.post_copy.announced.is_some();
+    pub(super) fn agree_on_post_copy(
+        &mut self,
+        answer: Option<Result<(), String>>,
+    ) -> Result<(), MigrateError> {
+        self.post_copy.accepted = answer == Some(Ok(())) && self.post_copy.announced.is_some();
+        self.post_copy.refused = answer.and_then(Result::err);
         let relied_on =
             self.post_copy.policy == PostCopy::Now || self.config.when_stuck == WhenStuck::PostCopy;
         if self.post_copy.accepted || self.post_copy.policy == PostCopy::Never && !relied_on {
@@ -113,13 +137,20 @@ impl Common {
     }
 
     /// Why this guest can't be moved with post-copy.
-    fn no_post_copy(&self) -> &'static str {
+    fn no_post_copy(&self) -> String {
         if self.config.verify {
             "both memories are to be compared before the switchover, and would not be complete"
+                .to_owned()
+        } else if self.our_side.streams && self.our_side.vmm_post_copy.is_none() {
+            "its VMM must know before the migration begins that it may be wanted".to_owned()
+        } else if let Some(Err(why)) = &self.our_side.vmm_post_copy {
+            why.clone()
         } else if self.post_copy.announced.is_none() {
-            "its VMM streams the guest, or the destination speaks version 1 of the protocol"
+            "the destination speaks version 1 of the protocol".to_owned()
+        } else if let Some(why) = &self.post_copy.refused {
+            format!("the destination: {why}")
         } else {
-            "the destination does not support it for this guest"
+            "the destination's release does not support it".to_owned()
         }
     }
 
@@ -138,35 +169,6 @@ impl Common {
         let is_held = self.pace.hold.wanted;
         self.post_copy.is_due(decision, verdict, harvest) && !is_held && self.links.are_up()
     }
-
-    /// Has a fetch lane redialed.
-    fn redial_fetch_lane(&mut self, lane: u8, delay: Duration) {
-        let channels = self.config.channels.get();
-        let index = usize::from(lane.saturating_sub(channels));
-        let (Some(token), Some(link)) = (self.links.token, self.post_copy.lanes.get_mut(index))
-        else {
-            return;
-        };
-        link.attempts += 1;
-        let attempt = link.attempts;
-        self.act(Action::RejoinLane { lane, token, attempt, delay });
-    }
-
-    /// Has every fetch lane redialed that is not being redialed anyway: the destination has
-    /// answered on another channel. The old channels may have been lost without a trace, and this
-    /// side, which only answers on them, would never notice.
-    fn renew_fetch_lanes(&mut self, now: Duration) {
-        for (index, lane) in (self.config.channels.get()..).enumerate() {
-            let Some(link) = self.post_copy.lanes.get_mut(index) else { return };
-            if link.lost.is_some() {
-                continue;
-            }
-            link.lost = Some(now);
-            let reason = "the destination was not heard for a while".to_owned();
-            self.report(Report::LinkLost { channel: channel_name(Some(lane)), reason });
-            self.redial_fetch_lane(lane, Duration::ZERO);
-        }
-    }
 }
 
 impl Harvesting {
@@ -181,17 +183,57 @@ impl Harvesting {
         if opening.are_open {
             return Phase::OpeningFetch(opening);
         }
-        if let (Some(token), Some(lanes)) = (common.links.token, common.post_copy.announced) {
-            let attempts = |link: &mut FetchLink| {
-                let attempt = link.attempts;
-                // If this fails, the next attempt has another number.
-                link.attempts += 1;
-                attempt
-            };
-            let attempts = common.post_copy.lanes.iter_mut().map(attempts).collect();
-            common.act(Action::OpenFetchLanes { token, lanes, attempts });
-        }
+        common.open_fetch_lanes();
         Phase::OpeningFetch(opening)
+    }
+}
+
+impl Sending {
+    /// A carried guest is moved with its VMM's own post-copy: the fetch lanes are opened, unless
+    /// they are, and the VMM is told to stop the guest.
+    pub(super) fn begin_carried_post_copy(self, common: &mut Common) -> Phase {
+        if common.post_copy.carried == CarriedPostCopy::None {
+            common.post_copy.carried = CarriedPostCopy::Opening;
+            common.open_fetch_lanes();
+        }
+        Phase::Sending(self)
+    }
+
+    /// All fetch lanes have channels.
+    pub(super) fn on_fetch_lanes_joined(self, common: &mut Common) -> Phase {
+        common.post_copy.note_open();
+        if common.post_copy.carried == CarriedPostCopy::Opening {
+            common.post_copy.carried = CarriedPostCopy::Begun;
+            common.act(Action::BeginCarriedPostCopy);
+        }
+        Phase::Sending(self)
+    }
+}
+
+impl PostCopyPlan {
+    /// All fetch lanes have channels.
+    fn note_open(&mut self) {
+        self.are_open = true;
+        self.lanes.iter_mut().for_each(|link| link.lost = None);
+    }
+
+    /// Whether all fetch lanes have channels, as far as is known.
+    pub(super) fn is_open(&self) -> bool {
+        self.are_open
+    }
+}
+
+impl Common {
+    fn open_fetch_lanes(&mut self) {
+        let Some(token) = self.links.token else { return };
+        let attempts = |link: &mut FetchLink| {
+            let attempt = link.attempts;
+            // If this fails, the next attempt has another number.
+            link.attempts += 1;
+            attempt
+        };
+        let attempts = self.post_copy.lanes.iter_mut().map(attempts).collect();
+        self.act(Action::OpenFetchLanes { token, attempts });
     }
 }
 
@@ -199,8 +241,7 @@ impl OpeningFetch {
     /// All fetch lanes have channels.
     pub(super) fn on_opened(mut self, common: &mut Common, now: Duration) -> Phase {
         self.are_open = true;
-        common.post_copy.are_open = true;
-        common.post_copy.lanes.iter_mut().for_each(|link| link.lost = None);
+        common.post_copy.note_open();
         self.go_on(common, now)
     }
 
@@ -231,6 +272,15 @@ impl OpeningFetch {
 }
 
 impl Pause {
+    /// A carried guest's VMM has stopped it, and sends the rest while it runs at the destination.
+    pub(super) fn begin_carried_post_copy(self, common: &mut Common, pages: u64) {
+        common.kind = SessionKind::PostCopy;
+        common.stats.missing_pages = pages;
+        common.report(Report::PostCopy { round: common.rounds.round(), pages });
+        common.act(Action::CutStreams { pages });
+        common.act(Action::Save);
+    }
+
     /// All pages that the destination will lack are known.
     pub(super) fn begin_post_copy(self, common: &mut Common, now: Duration, pages: u64) -> Phase {
         let round = common.rounds.round() + 1;
@@ -241,115 +291,6 @@ impl Pause {
         common.act(Action::Save);
         common.begin_wait(now);
         Phase::LastRound(LastRound::new(self, now))
-    }
-}
-
-impl Phase {
-    /// A fetch lane has lost its channel.
-    pub(super) fn on_fetch_lane_lost(
-        self,
-        common: &mut Common,
-        now: Duration,
-        lane: u8,
-        error: MigrateError,
-    ) -> Self {
-        common.post_copy.are_open = false;
-        let index = usize::from(lane.saturating_sub(common.config.channels.get()));
-        let Some(link) = common.post_copy.lanes.get_mut(index) else { return self };
-        if link.lost.is_some() {
-            return self;
-        }
-        link.lost = Some(now);
-        match (common.kind, common.handover) {
-            (SessionKind::PostCopy, SourceState::Serving) => {
-                let (channel, reason) = (channel_name(Some(lane)), chain(&error));
-                common.report(Report::LinkLost { channel, reason });
-                common.redial_fetch_lane(lane, Duration::ZERO);
-                self
-            }
-            (SessionKind::PostCopy, SourceState::Holding) if self.awaits_fetching() => {
-                self.fail(common, now, error)
-            }
-            // It is opened again before it is needed, or redialed when this side serves pages.
-            _ => self,
-        }
-    }
-
-    /// Whether the destination may already request pages.
-    fn awaits_fetching(&self) -> bool {
-        matches!(self, Self::LastRound(_) | Self::AwaitReady(_))
-    }
-
-    /// A fetch lane has another channel.
-    pub(super) fn on_fetch_lane_rejoined(
-        self,
-        common: &mut Common,
-        now: Duration,
-        lane: u8,
-    ) -> Self {
-        let index = usize::from(lane.saturating_sub(common.config.channels.get()));
-        let lost = common.post_copy.lanes.get_mut(index).and_then(|link| link.lost.take());
-        if let Some(since) = lost {
-            common.stats.reconnections += 1;
-            let after_ms = ms(now.saturating_sub(since));
-            common.report(Report::LinkRestored { channel: channel_name(Some(lane)), after_ms });
-        }
-        self
-    }
-
-    /// A fetch lane could not be reestablished. A page that the guest needs is only here, so this
-    /// side never gives up.
-    pub(super) fn on_fetch_lane_not_rejoined(self, common: &mut Common, lane: u8) -> Self {
-        if common.handover == SourceState::Serving {
-            common.redial_fetch_lane(lane, RETRY);
-        }
-        self
-    }
-
-    /// The destination runs the guest and lacks pages of it.
-    pub(super) fn begin_serving(self, common: &mut Common, now: Duration) -> Self {
-        if let Some(pause) = self.pause() {
-            common.stats.downtime_ms = ms(now.saturating_sub(pause.since));
-        }
-        if let Some(since) = self.promised_at() {
-            common.stats.downtime.commit_ms = ms(now.saturating_sub(since));
-        }
-        let was_asked = matches!(self, Self::Asking(_));
-        common.report(Report::Serving { pages: common.stats.missing_pages });
-        common.links.forget_losses();
-        let first = common.config.channels.get();
-        let lost = (first..).zip(&common.post_copy.lanes).filter(|(_, link)| link.lost.is_some());
-        let lost: Vec<u8> = lost.map(|(lane, _)| lane).collect();
-        lost.into_iter().for_each(|lane| common.redial_fetch_lane(lane, Duration::ZERO));
-        if was_asked {
-            common.renew_fetch_lanes(now);
-        }
-        common.pings.on_new_channel(now);
-        Self::Serving(Serving { since: now, is_heard: true })
-    }
-}
-
-impl Serving {
-    /// The destination has answered. Its channel carries the next word.
-    pub(super) fn on_word(
-        mut self,
-        common: &mut Common,
-        now: Duration,
-        word: SessionWord,
-    ) -> Phase {
-        if !std::mem::replace(&mut self.is_heard, true) {
-            if word == SessionWord::Fetching {
-                common.renew_fetch_lanes(now);
-            }
-            common.pings.on_new_channel(now);
-        }
-        Phase::Serving(self)
-    }
-
-    /// Another channel is dialed to ask the destination.
-    pub(super) fn on_ask(mut self) -> Phase {
-        self.is_heard = false;
-        Phase::Serving(self)
     }
 }
 

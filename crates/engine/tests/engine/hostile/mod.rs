@@ -329,7 +329,8 @@ fn steal_a_token(scenario: Scenario) {
         let query = hello(Role::Query, 0, Token([0; 16]));
         assert_eq!(greet(&mut thief_reads, &mut thief_writes, query), HelloStatus::Ok);
         let mut question = Vec::new();
-        ControlMessage::Query { session: SESSION }.encode(PROTOCOL_VERSION_MAX, &mut question);
+        ControlMessage::Query { session: SESSION, offer: None }
+            .encode(PROTOCOL_VERSION_MAX, &mut question);
         thief_writes.write_all(&question).unwrap();
         assert!(thief_reads.read_exact(&mut [0; 1]).is_err(), "no answer");
 
@@ -357,7 +358,8 @@ fn steal_a_token(scenario: Scenario) {
             let query = hello(Role::Query, 0, Token([0; 16]));
             assert_eq!(greet(&mut reader, &mut writer, query), HelloStatus::Ok);
             let mut question = Vec::new();
-            ControlMessage::Query { session: SESSION }.encode(PROTOCOL_VERSION_MAX, &mut question);
+            ControlMessage::Query { session: SESSION, offer: None }
+                .encode(PROTOCOL_VERSION_MAX, &mut question);
             writer.write_all(&question).unwrap();
             reader.read_exact(&mut [0; 1])
         };

@@ -73,7 +73,7 @@ impl Destination {
     fn word(&self) -> SessionWord {
         let mut line = Line::dial(&self.address, Some(&self.pki.identity("source")));
         assert_eq!(line.greet(hello(Role::Query, 0, Token([0; 16]))), HelloStatus::Ok);
-        line.say(&ControlMessage::Query { session: SESSION });
+        line.say(&ControlMessage::Query { session: SESSION, offer: None });
         match line.hear() {
             ControlMessage::Answer { word, .. } => word,
             other => panic!("{other:?}"),
@@ -160,7 +160,7 @@ fn commit_on_a_query_channel_before_ready_ends_only_its_session() {
         let mut asking =
             Line::dial(&destination.address, Some(&destination.pki.identity("source")));
         assert_eq!(asking.greet(hello(Role::Query, 0, Token([0; 16]))), HelloStatus::Ok);
-        asking.say(&ControlMessage::Query { session: SESSION });
+        asking.say(&ControlMessage::Query { session: SESSION, offer: None });
         assert!(matches!(asking.hear(), ControlMessage::Answer { word: SessionWord::Pending, .. }));
         asking.say(&ControlMessage::Commit { session: SESSION });
         is_aborted(&mut line, "COMMIT does not belong in pre-copy");
@@ -180,7 +180,7 @@ fn of_source() -> Vec<ControlMessage> {
     };
     let free = ControlMessage::Free { slot: SlotId(0), runs: vec![(0, 1)] };
     let (verify, withdraw) = (ControlMessage::Verify {}, ControlMessage::Withdraw {});
-    let query = ControlMessage::Query { session: SessionId([9; 16]) };
+    let query = ControlMessage::Query { session: SessionId([9; 16]), offer: None };
     vec![begin(SESSION), last, free, verify, withdraw, query]
 }
 
@@ -193,7 +193,7 @@ fn of_destination() -> Vec<ControlMessage> {
             release: None,
             algorithms: None,
             verifies_placed: false,
-            post_copy: false,
+            post_copy: None,
         },
         ControlMessage::Refuse { reason: reason.clone(), release: None },
         ControlMessage::Placed { lane: 0, sequence: 1 },
@@ -201,7 +201,7 @@ fn of_destination() -> Vec<ControlMessage> {
         ControlMessage::Verified { hash: 0, pages: 0, elapsed_us: 0 },
         ControlMessage::Running { session, start_us: 0 },
         ControlMessage::Aborted { session, reason },
-        ControlMessage::Answer { session, word: SessionWord::Owns },
+        ControlMessage::Answer { session, word: SessionWord::Owns, token: None },
     ]
 }
 
@@ -284,7 +284,7 @@ fn repeated_queries_of_a_source_hold_few_channels() {
             .map(|_| {
                 let mut line = Line::dial(&destination.address, Some(&identity));
                 assert_eq!(line.greet(hello(Role::Query, 0, Token([0; 16]))), HelloStatus::Ok);
-                line.say(&ControlMessage::Query { session: SESSION });
+                line.say(&ControlMessage::Query { session: SESSION, offer: None });
                 let word = line.hear();
                 assert!(matches!(word, ControlMessage::Answer { word: SessionWord::Pending, .. }));
                 line

@@ -84,7 +84,7 @@ impl Siege<'_> {
         let (mut reader, mut writer) = self.dialer(identity).connect().unwrap().split();
         reader.set_timeout(Some(PATIENCE)).unwrap();
         let mut question = Vec::new();
-        ControlMessage::Query { session: SessionId([9; 16]) }
+        ControlMessage::Query { session: SessionId([9; 16]), offer: None }
             .encode(PROTOCOL_VERSION_MAX, &mut question);
         assert_eq!(
             greet(&mut reader, &mut writer, hello(Role::Query, 0, Token([0; 16]))),

@@ -54,6 +54,8 @@ struct State {
     resumed: usize,
     /// Connections with their greetings.
     open: Vec<(Hello, UnixStream, UnixStream)>,
+    /// Lanes from this number on carry no frames.
+    first_tunnel: Option<u8>,
 }
 
 impl State {
@@ -88,6 +90,17 @@ impl Cutter {
 
     pub fn address(&self) -> Address {
         Address::Unix(self.acceptor.path().to_owned())
+    }
+
+    /// Lanes from this number on are tunnels, in which nothing is read.
+    pub fn with_tunnels_from(self, lane: u8) -> Self {
+        self.state.lock().unwrap().first_tunnel = Some(lane);
+        self
+    }
+
+    /// Cuts now.
+    pub fn cut_now(&self, channels: Channels, lasts: Duration) {
+        self.state.lock().unwrap().cut(&Cut { channels, round: 0, lasts });
     }
 
     /// Schedules another cut.
@@ -129,8 +142,11 @@ fn connect(mut source: UnixStream, to: &Path, state: &Mutex<State>) {
     state.lock().unwrap().resumed += usize::from(hello.role == Role::Resume);
     let (from, into) = (destination.try_clone().unwrap(), source.try_clone().unwrap());
     std::thread::spawn(move || copy(from, into));
+    let first_tunnel = state.lock().unwrap().first_tunnel;
     match hello.role {
-        Role::Data => forward(&hello, source, destination, state),
+        Role::Data if first_tunnel.is_none_or(|first| hello.lane < first) => {
+            forward(&hello, source, destination, state)
+        }
         _ => copy(source, destination),
     }
 }

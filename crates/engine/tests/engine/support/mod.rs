@@ -159,8 +159,8 @@ impl DestinationVm for DestinationGuest {
         Ok(())
     }
 
-    fn takes_post_copy(&self) -> bool {
-        self.post_copy
+    fn takes_post_copy(&self) -> Result<(), VmError> {
+        self.post_copy.then_some(()).ok_or_else(|| "these tests do not let it".into())
     }
 
     fn discard(&mut self) {
@@ -319,7 +319,7 @@ impl Scenario {
 pub fn given<V>(outcome: SourceOutcome<V>) -> (V, SourceStats) {
     match outcome {
         SourceOutcome::Given { vm, stats } => (vm, *stats),
-        SourceOutcome::Kept { error, stats, .. } => {
+        SourceOutcome::Kept { error, stats, .. } | SourceOutcome::Lost { error, stats, .. } => {
             panic!("kept: {}: {stats:?}", vmferry::chain(&error))
         }
     }
@@ -328,7 +328,9 @@ pub fn given<V>(outcome: SourceOutcome<V>) -> (V, SourceStats) {
 pub fn kept<V>(outcome: SourceOutcome<V>) -> (V, vmferry::MigrateError) {
     match outcome {
         SourceOutcome::Kept { vm, error, .. } => (vm, error),
-        SourceOutcome::Given { stats, .. } => panic!("the guest was given away: {stats:?}"),
+        SourceOutcome::Given { stats, .. } | SourceOutcome::Lost { stats, .. } => {
+            panic!("the guest was given away: {stats:?}")
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! A simulated VMM of a carried guest at the source. It writes records of pages into sockets in
 //! several passes, stops "the guest", waits, and writes the rest.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use rustix::net::{RecvFlags, recv};
 use vmferry::vmm::streamed::{
-    Marks, OutgoingStream, PageMark, Recogniser, StreamEvent, StreamEvents, StreamedVm,
+    LateStreams, Marks, OutgoingStream, PageMark, Recogniser, StreamEvent, StreamEvents, StreamedVm,
 };
 use vmferry::{GuestDescription, Resume, VmError};
 use vmferry_memory::{PAGE_SIZE, SlotId, SlotLayout};
@@ -41,6 +41,9 @@ pub struct Plan {
     pub until: Arc<AtomicBool>,
     /// To end its migration it writes the rest, and reads what no other reader has read.
     pub drains: bool,
+    /// It has post-copy: it answers requests until the other VMM needs nothing more. This is the
+    /// number of pages that it says it has not sent.
+    pub post_copy: Option<u64>,
 }
 
 impl Default for Plan {
@@ -57,6 +60,7 @@ impl Default for Plan {
             recognised,
             until,
             drains: false,
+            post_copy: None,
         }
     }
 }
@@ -76,6 +80,10 @@ pub struct Streamer {
     /// The sockets that the engine reads from.
     read: Vec<UnixStream>,
     threads: Vec<JoinHandle<()>>,
+    /// Where requests are written, and answers are read.
+    late: Option<LateStreams>,
+    /// Post-copy was begun.
+    answers: Arc<AtomicBool>,
     /// The bytes written to each stream.
     pub written: Arc<Mutex<Vec<Vec<u8>>>>,
     /// Bytes written so far, over all streams.
@@ -92,6 +100,14 @@ impl Streamer {
         self.threads.is_empty()
     }
 
+    /// Ends the VMM, whose guest has moved.
+    pub fn end(&mut self) {
+        for socket in &self.cut {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+        self.threads.drain(..).for_each(|thread| thread.join().unwrap());
+    }
+
     fn open_gate(&self) {
         *self.gate.open.lock().unwrap() = true;
         self.gate.changed.notify_all();
@@ -105,6 +121,8 @@ impl Streamer {
             cut: Vec::new(),
             read: Vec::new(),
             threads: Vec::new(),
+            late: None,
+            answers: Arc::default(),
             written: Arc::new(Mutex::new(written)),
             so_far: Arc::default(),
             runs: Arc::new(AtomicBool::new(true)),
@@ -159,6 +177,13 @@ impl StreamedVm for Streamer {
         let done = Arc::new(AtomicU64::new(0));
         for number in 0..self.plan.streams {
             let (theirs, ours) = UnixStream::pair()?;
+            let mut urgent = None;
+            if self.plan.post_copy.is_some() {
+                let (answered, answers) = UnixStream::pair()?;
+                self.late =
+                    Some(LateStreams { requests: theirs.try_clone()?, urgent: Some(answers) });
+                urgent = Some(answered);
+            }
             self.cut.push(ours.try_clone()?);
             self.read.push(theirs.try_clone()?);
             let (stream, left) = (number.into(), self.plan.recognised);
@@ -168,6 +193,8 @@ impl StreamedVm for Streamer {
                 number,
                 plan: self.plan.clone(),
                 socket: ours,
+                urgent,
+                answers: Arc::clone(&self.answers),
                 written: Arc::clone(&self.written),
                 so_far: Arc::clone(&self.so_far),
                 contents: Vec::new(),
@@ -197,6 +224,27 @@ impl StreamedVm for Streamer {
         Ok(())
     }
 
+    fn allow_post_copy(&mut self) -> Result<(), VmError> {
+        match self.plan.post_copy {
+            Some(_) => Ok(()),
+            None => Err("it has no post-copy".into()),
+        }
+    }
+
+    fn begin_post_copy(&mut self) -> Result<(), VmError> {
+        self.answers.store(true, Ordering::SeqCst);
+        self.plan.until.store(true, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn forbid_post_copy(&mut self) {
+        self.plan.post_copy = None;
+    }
+
+    fn late_streams(&mut self) -> Result<LateStreams, VmError> {
+        self.late.take().ok_or_else(|| "they were taken".into())
+    }
+
     fn allow_throttling(&mut self, _percent: u8) -> Result<(), VmError> {
         Err("it has no vCPUs".into())
     }
@@ -208,10 +256,19 @@ impl Drop for Streamer {
     }
 }
 
+/// The page that a request with this number asks for.
+pub fn answer_to(number: u64) -> Vec<u8> {
+    let mut page = vec![0; PAGE_SIZE];
+    fastrand::Rng::with_seed(number).fill(&mut page);
+    page
+}
+
 struct Stream {
     number: u8,
     plan: Plan,
     socket: UnixStream,
+    urgent: Option<UnixStream>,
+    answers: Arc<AtomicBool>,
     written: Arc<Mutex<Vec<Vec<u8>>>>,
     so_far: Arc<AtomicU64>,
     contents: Vec<Vec<u8>>,
@@ -247,20 +304,39 @@ impl Stream {
         if arrived.fetch_add(1, Ordering::SeqCst) + 1 == all {
             runs.store(false, Ordering::SeqCst);
             let (stood_still, expected_downtime) = (Duration::ZERO, Duration::from_millis(7));
-            events(StreamEvent::Stopped { stood_still, expected_downtime });
+            let pages = self.plan.post_copy.unwrap_or(0);
+            events(StreamEvent::Stopped { stood_still, expected_downtime, pages });
         }
         let mut open = gate.open.lock().unwrap();
         while !*open {
             open = gate.changed.wait(open).unwrap();
         }
         drop(open);
-        if self.pass(self.plan.hot / 2).is_err() {
+        if self.pass(self.plan.hot / 2).is_err() || self.answer().is_err() {
             return;
         }
         let _ = self.socket.shutdown(Shutdown::Both);
         if done.fetch_add(1, Ordering::SeqCst) + 1 == all {
             events(StreamEvent::Completed);
         }
+    }
+
+    /// Answers each request with a page, and sends one in the background, until the other VMM needs
+    /// nothing more.
+    fn answer(&mut self) -> std::io::Result<()> {
+        let mut request = [0; 8];
+        while self.answers.load(Ordering::SeqCst) {
+            self.socket.read_exact(&mut request)?;
+            let number = u64::from_be_bytes(request);
+            if number == u64::MAX {
+                return Ok(());
+            }
+            if let Some(urgent) = &mut self.urgent {
+                urgent.write_all(&answer_to(number))?;
+            }
+            self.pass(1)?;
+        }
+        Ok(())
     }
 
     fn pass(&mut self, pages: u64) -> std::io::Result<()> {

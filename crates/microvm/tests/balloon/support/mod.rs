@@ -140,7 +140,9 @@ pub fn move_on(
     let attempt = attempt(source, log, kind, damage, set, |_| {});
     let stats = match attempt.outcome {
         SourceOutcome::Given { stats, .. } => *stats,
-        SourceOutcome::Kept { error, .. } => panic!("kept: {}", vmferry::chain(&error)),
+        SourceOutcome::Kept { error, .. } | SourceOutcome::Lost { error, .. } => {
+            panic!("kept: {}", vmferry::chain(&error))
+        }
     };
     let Received::Owns(owned) = attempt.received else { panic!("no guest came") };
     let equal = attempt.equal.lock().take().expect("both memories were compared");

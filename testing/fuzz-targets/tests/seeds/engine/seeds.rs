@@ -7,6 +7,10 @@ type Seeds = Vec<(String, Vec<u8>)>;
 
 /// All that is under way is finished well, and every message delivered.
 const GO_ON: [u8; 9] = [6, 0, 0, 8, 0, 0, 0, 3, 10];
+/// The same, and the guest dirties pages.
+const GO_ON_DIRTYING: [u8; 9] = [6, 0, 0xda, 8, 0, 0, 0, 3, 10];
+/// The settings of a conversation whose guest is moved with post-copy after the first round.
+const POST_COPY: [u8; 2] = [0x8c, 0];
 /// Time enough for every timeout passes.
 const WAIT: [u8; 3] = [11, 0xff, 0x3f];
 const CUT: [u8; 2] = [12, 2];
@@ -36,6 +40,39 @@ pub fn conversations() -> Seeds {
             let seed = [vec![0], going(steps), vec![6, 0, 0, 0, 8, 0, 0], then.to_vec()];
             seeds.push((format!("{name}-{steps}"), seed.concat()));
         }
+    }
+    seeds.extend(post_copies());
+    seeds
+}
+
+/// Conversations with post-copy, and their losses at some step.
+fn post_copies() -> Seeds {
+    let going = |steps: usize| GO_ON_DIRTYING.repeat(steps);
+    let mut seeds = Vec::new();
+    for (name, settings) in [
+        ("post-copy", POST_COPY),
+        ("post-copy-auto", [0x8c, 1]),
+        ("post-copy-when-stuck", [0x80, 4]),
+        ("post-copy-two-lanes", [0x8d, 0]),
+        ("post-copy-outcomes-lost", [0x8c, 8]),
+    ] {
+        seeds.push((name.to_owned(), [settings.to_vec(), going(40)].concat()));
+    }
+    for steps in [10, 12, 14, 15, 16, 17, 18, 20] {
+        let mut add = |name: &str, then: &[u8]| {
+            let wait = [going(3), WAIT.to_vec()].concat().repeat(4);
+            let seed = [POST_COPY.to_vec(), going(steps), then.to_vec(), wait, going(12)];
+            seeds.push((format!("post-copy-{name}-{steps}"), seed.concat()));
+        };
+        add("cut", &CUT);
+        add("fetch-lane-lost", &[13, 1, 0]);
+        add("source-dies", &THE_SOURCE_DIES);
+        add("destination-dies", &THE_DESTINATION_DIES);
+        add("guest-and-destination-die", &[14, 3, 1, 1, 1]);
+        add("page-touched", &[14, 6]);
+        add("guest-ends", &[14, 7]);
+        let later = [going(2), WAIT.to_vec(), going(2)].concat();
+        add("given-up", &[&[14, 3, 1, 1, 1], &CUT[..], &later, &[14, 4]].concat());
     }
     seeds
 }

@@ -122,6 +122,7 @@ fn listen(
 fn finish(order: &Order, mut status: Option<ExitStatus>, place: &Place) {
     let shared = place.shared();
     while status.is_none_or(|status| status.code().is_none()) {
+        // Whatever has killed it, such as a lack of memory, may do so again at once.
         std::thread::sleep(RETRY_PERIOD);
         let Ok(mut child) = spawn(order, shared, Purpose::Recover) else { continue };
         // Without a record the next daemon does not follow it.

@@ -19,6 +19,14 @@ pub struct FetchCounts {
     pub again_pages: u64,
 }
 
+impl FetchCounts {
+    /// Pages that were missing and have arrived.
+    #[must_use]
+    pub fn placed_pages(&self) -> u64 {
+        self.fault_pages + self.background_pages
+    }
+}
+
 /// For how long threads of the guest waited for pages, from the request to the placement.
 #[derive(Clone, Debug)]
 pub struct PageWaits(Histogram<u64>);

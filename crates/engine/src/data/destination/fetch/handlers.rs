@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::thread::JoinHandle;
 
 use vmferry_faults::Waited;
-use vmferry_memory::SlotId;
+use vmferry_memory::PageRun;
 
 use super::FetchContext;
 use crate::data::destination::missing::MissingPages;
@@ -19,14 +19,14 @@ pub struct FaultHandlers {
 }
 
 impl FaultHandlers {
-    /// Starts a thread for each share of the memory. `request` is called with the pages to request,
+    /// Starts a thread for each share of the memory. `request` is called with the runs to request,
     /// and with the share's number.
     ///
     /// # Errors
     /// The system can't create a pipe or a thread.
     pub fn start(
         context: &FetchContext,
-        request: impl Fn(usize, &[(SlotId, u64)]) + Clone + Send + 'static,
+        request: impl Fn(usize, &[PageRun]) + Clone + Send + 'static,
     ) -> io::Result<Self> {
         let (stopped, stop) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
         let mut handlers = Self { stop: Some(stop), threads: Vec::new() };
@@ -36,8 +36,8 @@ impl FaultHandlers {
             let thread =
                 std::thread::Builder::new().name(format!("faults{share}")).spawn(move || {
                     let _cpu = context.cpu.count_this_thread();
-                    let handled = handle(&context.missing, share, &stopped, |pages| {
-                        request(share, pages);
+                    let handled = handle(&context.missing, share, &stopped, |runs| {
+                        request(share, runs);
                     });
                     if let Err(error) = handled {
                         let _ = context.results.send(Input::Failed(error));
@@ -64,17 +64,17 @@ fn handle(
     missing: &MissingPages,
     share: usize,
     stopped: &OwnedFd,
-    mut request: impl FnMut(&[(SlotId, u64)]),
+    mut request: impl FnMut(&[PageRun]),
 ) -> Result<(), MigrateError> {
     let mut waiting = missing.ranges().share(share, stopped.as_fd());
-    let (mut faults, mut pages) = (Vec::new(), Vec::new());
+    let (mut faults, mut runs) = (Vec::new(), Vec::new());
     while waiting.wait(&mut faults)? == Waited::Faults {
         for fault in faults.drain(..) {
-            pages.extend(missing.fault(fault.address)?);
+            missing.fault(fault.address, &mut runs)?;
         }
-        if !pages.is_empty() {
-            request(&pages);
-            pages.clear();
+        if !runs.is_empty() {
+            request(&runs);
+            runs.clear();
         }
     }
     Ok(())

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use parking_lot::Mutex;
 use vmferry_codec::{Decoder, Decompressors, Frame};
-use vmferry_memory::{PageRun, SlotId};
+use vmferry_memory::PageRun;
 use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter};
 use vmferry_wire::PageRequest;
 
@@ -135,11 +135,10 @@ impl Requester {
 
     /// Requests pages that threads wait for. A channel that fails is closed, which its reader
     /// reports.
-    pub fn request(&self, pages: &[(SlotId, u64)]) {
+    pub fn request(&self, runs: &[PageRun]) {
         // Locked until the requests are written, so that they are answered in the recorded order.
         let mut requests = self.requests.lock();
-        let runs = pages.iter().map(|&(slot, page)| PageRun { slot, first: page, pages: 1 });
-        self.write(runs.inspect(|run| requests.record(*run)));
+        self.write(runs.iter().copied().inspect(|run| requests.record(*run)));
     }
 
     /// From now on this lane requests pages in the background.

@@ -2,12 +2,14 @@
 
 use std::io;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use vmferry_memory::SlotId;
-use vmferry_wire::FetchLanes as Announced;
+use vmferry_memory::PageRun;
+use vmferry_wire::{FetchLanes as Announced, LaneOffer};
 
 use super::FetchContext;
+use super::handle::FetchHandle;
 use super::handlers::FaultHandlers;
 use super::lane::{Duty, FetchLane, Requester};
 use crate::cpu::CpuMeter;
@@ -25,12 +27,24 @@ pub struct FetchLanes {
 }
 
 /// The lanes as the fault handlers share them.
-struct Lanes {
+pub(super) struct Lanes {
     /// The number of the first lane.
     first: u8,
     announced: Announced,
     all: Vec<Lane>,
     runs: bool,
+    losses: Losses,
+}
+
+/// Channels that were lost while the guest ran.
+#[derive(Default)]
+struct Losses {
+    /// Number of channels that replaced lost ones.
+    reconnections: u32,
+    /// Since when at least one lane has lacked a channel.
+    since: Option<Instant>,
+    /// How long that lasted in all, up to `since`.
+    down: Duration,
 }
 
 #[derive(Default)]
@@ -54,8 +68,27 @@ impl FetchLanes {
     #[must_use]
     pub fn new(first: u8, announced: Announced) -> Self {
         let all = (0..announced.count()).map(|_| Lane::default()).collect();
-        let lanes = Lanes { first, announced, all, runs: false };
+        let lanes = Lanes { first, announced, all, runs: false, losses: Losses::default() };
         Self { handlers: None, context: None, lanes: Arc::new(Mutex::new(lanes)) }
+    }
+
+    /// Lanes that [start](Self::start) before the source has offered any.
+    #[must_use]
+    pub fn unannounced() -> Self {
+        Self::new(0, Announced { faults: 0, background: 0 })
+    }
+
+    /// Replaces all lanes by those that the source offers, and closes the old channels. What was
+    /// requested on them is requested on the new ones.
+    pub fn renew(&self, LaneOffer { first, lanes: announced }: LaneOffer) {
+        let all = (0..announced.count()).map(|_| Lane::default()).collect();
+        let mut lanes = self.lanes.lock();
+        let (runs, losses) = (lanes.runs, std::mem::take(&mut lanes.losses));
+        let new = Lanes { first, announced, all, runs, losses };
+        let old = std::mem::replace(&mut *lanes, new);
+        drop(lanes);
+        // The handlers need the lock, and the lanes' threads must end.
+        drop(old);
     }
 
     /// Whether this is the number of a fetch lane.
@@ -96,6 +129,10 @@ impl FetchLanes {
                 let fetching = FetchLane::start((lane, attempt), channel, context.clone())?;
                 let requester = Arc::clone(fetching.requester());
                 known.channel = Channel::Fetching(fetching);
+                if runs {
+                    lanes.losses.reconnections += 1;
+                    lanes.note_losses();
+                }
                 drop(lanes);
                 match duty {
                     Duty::Faults => requester.request(&context.missing.awaited()),
@@ -169,11 +206,19 @@ impl FetchLanes {
         }
     }
 
+    /// A handle to the progress, for a guest that runs from now on. `None` if nothing is fetched.
+    #[must_use]
+    pub fn handle(&self, source: String) -> Option<FetchHandle> {
+        let missing = Arc::clone(self.missing()?);
+        Some(FetchHandle::new(source, missing, Arc::clone(&self.lanes)))
+    }
+
     /// A lane has lost its channel. The other lanes take over what was requested on it.
     pub fn lost(&self) {
         let Some(context) = &self.context else { return };
         let (faults, background) = {
-            let lanes = self.lanes.lock();
+            let mut lanes = self.lanes.lock();
+            lanes.note_losses();
             (lanes.for_faults(0), lanes.requesters(Duty::Background))
         };
         if let Some(requester) = faults {
@@ -186,16 +231,16 @@ impl FetchLanes {
 #[cfg(test)]
 impl FetchLanes {
     /// Requests pages as the fault handler of a share does.
-    pub fn request(&self, share: usize, pages: &[(SlotId, u64)]) {
-        request(&self.lanes, share, pages);
+    pub fn request(&self, share: usize, runs: &[PageRun]) {
+        request(&self.lanes, share, runs);
     }
 }
 
 /// Requests pages that threads wait for. Without a channel they are requested on the next one.
-fn request(lanes: &Mutex<Lanes>, share: usize, pages: &[(SlotId, u64)]) {
+fn request(lanes: &Mutex<Lanes>, share: usize, runs: &[PageRun]) {
     let requester = lanes.lock().for_faults(share);
     if let Some(requester) = requester {
-        requester.request(pages);
+        requester.request(runs);
     }
 }
 
@@ -234,6 +279,46 @@ impl Lanes {
             Channel::None | Channel::Idle(_) => None,
         };
         (self.first..).zip(&self.all).filter(of_duty).filter_map(requester).collect()
+    }
+
+    /// Number of lanes.
+    pub(super) fn count(&self) -> u32 {
+        self.announced.count().into()
+    }
+
+    /// Number of lanes without a channel.
+    fn lost_channels(&self) -> u32 {
+        let is_lost = |lane: &&Lane| match &lane.channel {
+            Channel::Fetching(lane) => !lane.requester().is_open(),
+            Channel::None | Channel::Idle(_) => true,
+        };
+        self.all.iter().filter(is_lost).count() as u32
+    }
+
+    /// Notes since when channels are lost, or that none is any more.
+    fn note_losses(&mut self) {
+        // Without lanes, the source has not offered any since the receiver was restarted.
+        let is_lost = self.runs && (self.all.is_empty() || self.lost_channels() > 0);
+        match self.losses.since {
+            None if is_lost => self.losses.since = Some(Instant::now()),
+            Some(since) if !is_lost => {
+                self.losses.down += since.elapsed();
+                self.losses.since = None;
+            }
+            _ => {}
+        }
+    }
+
+    /// Number of channels that are lost now, and for how long at least one has been.
+    pub(super) fn lost_now(&mut self) -> (u32, Option<Duration>) {
+        self.note_losses();
+        (self.lost_channels(), self.losses.since.map(|since| since.elapsed()))
+    }
+
+    /// How many lost channels were replaced, and for how long at least one was lost in all.
+    pub(super) fn reconnections(&self) -> (u32, Duration) {
+        let Losses { reconnections, since, down } = &self.losses;
+        (*reconnections, *down + since.map_or(Duration::ZERO, |since| since.elapsed()))
     }
 
     /// The lane for the faults of a share of the memory: another one while that has no channel.

@@ -25,8 +25,8 @@ const REQUESTS: f64 = 4.0;
 /// The fewest and the most pages of a request.
 const REQUEST_PAGES: (f64, f64) = (4.0, vmferry_wire::MAX_REQUEST_PAGES as f64);
 
-/// How often the fastest answer is measured again: the link may have become longer, and a queue that
-/// never empties hides how long it is.
+/// How often the fastest answer is measured again: the link may have become longer, and a queue
+/// that never empties hides how long it is.
 const PROBE_INTERVAL: Duration = Duration::from_secs(2);
 
 /// The window of one lane. Times count from any fixed start.

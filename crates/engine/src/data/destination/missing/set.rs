@@ -66,11 +66,38 @@ impl MissingSet {
         FaultAt::Unrequested
     }
 
-    /// The pages that threads wait for.
+    /// A thread of the guest waits for all pages of a part. Appends those that must be requested
+    /// now.
+    pub fn fault_all(&mut self, part: PageRun, requests: &mut Vec<PageRun>) {
+        for found in self.missing_of(part) {
+            for page in found.first..found.first + found.pages {
+                if self.fault(part.slot, page) != FaultAt::Unrequested {
+                    continue;
+                }
+                match requests.last_mut() {
+                    Some(last)
+                        if last.slot == part.slot
+                            && last.first >= part.first
+                            && last.first + last.pages == page =>
+                    {
+                        last.pages += 1;
+                    }
+                    _ => requests.push(PageRun { slot: part.slot, first: page, pages: 1 }),
+                }
+            }
+        }
+    }
+
+    /// The missing pages of a slot.
+    pub fn runs(&self, slot: SlotId) -> impl Iterator<Item = PageRun> + '_ {
+        let runs = self.missing.bitmap(slot).runs();
+        runs.map(move |(first, pages)| PageRun { slot, first, pages })
+    }
+
+    /// The pages that threads wait for, in runs of at most [`PART_PAGES`].
     #[must_use]
-    pub fn awaited(&self) -> Vec<(SlotId, u64)> {
-        let pages = |run: PageRun| (run.first..run.first + run.pages).map(move |p| (run.slot, p));
-        self.awaited.runs().flat_map(pages).collect()
+    pub fn awaited(&self) -> Vec<PageRun> {
+        self.awaited.runs().flat_map(|run| parts(run).map(|(part, _)| part)).collect()
     }
 
     /// The next pages to request in the background, at most this number of adjacent ones. They are
@@ -155,6 +182,14 @@ impl MissingSet {
     }
 }
 
+/// Divides a run into parts of at most [`PART_PAGES`]. Returns each with its offset in the run.
+pub(super) fn parts(run: PageRun) -> impl Iterator<Item = (PageRun, u64)> {
+    (0..run.pages).step_by(PART_PAGES as usize).map(move |at| {
+        let pages = PART_PAGES.min(run.pages - at);
+        (PageRun { first: run.first + at, pages, ..run }, at)
+    })
+}
+
 /// The missing pages of a part, as runs.
 #[derive(Clone, Copy, Debug)]
 pub struct MissingRuns {
@@ -207,6 +242,13 @@ mod tests {
     }
 
     #[test]
+    fn parts_cover_a_run_without_gaps() {
+        let run = PageRun { slot: SlotId(0), first: 7, pages: 130 };
+        let found: Vec<_> = parts(run).map(|(part, at)| (part.first, part.pages, at)).collect();
+        assert_eq!(found, [(7, 64, 0), (71, 64, 64), (135, 2, 128)]);
+    }
+
+    #[test]
     fn missing_runs_are_the_runs_of_ones() {
         let part = PageRun { slot: SlotId(1), first: 100, pages: 64 };
         let runs = |bits| {
@@ -242,7 +284,7 @@ mod tests {
         assert_eq!(set.fault(SlotId(0), 7), FaultAt::Awaited);
         set.unqueue(page(0, 7));
         assert_eq!(set.queue_next(64), None, "the answer to the fault's request will come");
-        assert_eq!(set.awaited(), [(SlotId(0), 7)]);
+        assert_eq!(set.awaited(), [page(0, 7)]);
         assert!(set.placed(page(0, 7), |_| {}));
         assert!(!set.placed(page(0, 7), |_| {}), "reported once");
         assert_eq!(set.fault(SlotId(0), 7), FaultAt::Present);
@@ -308,8 +350,8 @@ mod tests {
                 requests.push(run);
             }
             prop_assert_eq!(set.unrequested, 0);
-            for (slot, page) in set.awaited() {
-                set.placed(PageRun { slot, first: page, pages: 1 }, |_| {});
+            for run in set.awaited() {
+                set.placed(run, |_| {});
             }
             for run in requests {
                 set.placed(run, |_| {});

@@ -12,12 +12,18 @@ mod in_order;
 mod packers;
 mod reader;
 
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use crossbeam_channel::Sender;
+use parking_lot::Mutex;
+use rustix::event::{EventfdFlags, eventfd};
 use vmferry_codec::{Compressors, HotPages, StreamEncoder};
+use vmferry_memory::GuestBytes;
 use vmferry_wire::MAX_KEPT_PAGES;
 
 use super::chooser::Chooser;
@@ -50,7 +56,7 @@ pub struct StreamContext {
 }
 
 /// State shared by readers and packers.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Tally {
     /// The VMM's present pass, from 1.
     pub pass: AtomicU32,
@@ -58,6 +64,55 @@ pub struct Tally {
     pub digest: AtomicU64,
     /// The guest stays here, so streams must neither continue nor be ended.
     pub given_up: AtomicBool,
+    /// The guest was stopped with post-copy: the streams end here, and go on another way.
+    pub cut: Cut,
+}
+
+/// Ends the streams in the middle.
+#[derive(Debug)]
+pub struct Cut {
+    is_made: AtomicBool,
+    /// Readable once it is made, for readers that wait for the VMM: the guest is paused.
+    made: OwnedFd,
+    /// What is left of each stream, by lane.
+    left: Mutex<BTreeMap<u8, Cutting>>,
+}
+
+/// What is left of a stream.
+#[derive(Debug)]
+pub struct Cutting {
+    /// The socket to read on from.
+    pub socket: UnixStream,
+    /// Bytes that were read from it already.
+    pub first: GuestBytes,
+}
+
+impl Cut {
+    fn new() -> std::io::Result<Self> {
+        let made = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        Ok(Self { is_made: AtomicBool::new(false), made, left: Mutex::default() })
+    }
+
+    fn make(&self) {
+        self.is_made.store(true, Ordering::Release);
+        // It fails only after 2^64 cuts.
+        let _ = rustix::io::write(&self.made, &1_u64.to_ne_bytes());
+    }
+
+    /// Readable once streams end here.
+    pub fn descriptor(&self) -> BorrowedFd<'_> {
+        self.made.as_fd()
+    }
+
+    /// Whether streams end here.
+    pub fn is_made(&self) -> bool {
+        self.is_made.load(Ordering::Acquire)
+    }
+
+    /// Keeps what is left of a lane's stream.
+    pub fn keep(&self, lane: u8, left: Cutting) {
+        self.left.lock().insert(lane, left);
+    }
 }
 
 /// All running streams of a guest. After a drop, no thread is left.
@@ -73,7 +128,9 @@ impl Streams {
     /// # Errors
     /// The system can't create a thread. The signal may be closed then.
     pub fn start(streams: Vec<OutgoingStream>, context: &StreamContext) -> std::io::Result<Self> {
-        let tally = Arc::new(Tally { pass: AtomicU32::new(1), ..Tally::default() });
+        let (digest, given_up) = (AtomicU64::default(), AtomicBool::default());
+        let pass = AtomicU32::new(1);
+        let tally = Arc::new(Tally { pass, digest, given_up, cut: Cut::new()? });
         let share = u64::from(MAX_KEPT_PAGES) * vmferry_memory::PAGE_SIZE as u64;
         let kept_bytes = context.kept_bytes.min(share) / streams.len().max(1) as u64;
         let packers = Packers::start(context, &tally)?;
@@ -121,6 +178,17 @@ impl Streams {
     /// the real reason arrives.
     pub fn give_up(&self) {
         self.tally.given_up.store(true, Ordering::Release);
+    }
+
+    /// Ends the streams here. The VMM waits, so nothing comes at the moment.
+    pub fn cut(&self) {
+        self.tally.cut.make();
+    }
+
+    /// What is left of a lane's stream, which was cut and has ended.
+    #[must_use]
+    pub fn left(&self, lane: u8) -> Option<Cutting> {
+        self.tally.cut.left.lock().remove(&lane)
     }
 
     /// The digest of everything read so far, which is complete once the lanes have sent everything.

@@ -11,9 +11,9 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vmferry_codec::{EncodedFrame, HotPages, Piece, StreamEncoder};
 use vmferry_memory::GuestBytes;
 
-use super::Tally;
 use super::in_order::InOrder;
 use super::packers::DividedPiece;
+use super::{Cutting, Tally};
 use crate::data::source::chooser::Chooser;
 use crate::data::source::lane::{FrameSummary, QueuedFrame, Signal, SourceLane};
 use crate::error::MigrateError;
@@ -94,6 +94,14 @@ impl StreamReader {
                 self.lane.give_back(frame);
             }
             if last {
+                if self.tally.cut.is_made() {
+                    let (socket, first) = (self.socket.try_clone(), std::mem::take(&mut rest));
+                    let socket = socket.map_err(|source| MigrateError::Local {
+                        action: "duplicate a socket of the guest's VMM",
+                        source,
+                    })?;
+                    self.tally.cut.keep(self.lane.number(), Cutting { socket, first });
+                }
                 self.end(ticket);
                 return Ok(());
             }
@@ -125,6 +133,9 @@ impl StreamReader {
         rest.clear();
         marks.clear();
         let last = loop {
+            if self.tally.cut.is_made() {
+                break true;
+            }
             if filled > taken {
                 let known = marks.pages.len();
                 let looked = self.recogniser.look(&buffer[taken..filled], marks);
@@ -171,7 +182,7 @@ impl StreamReader {
     /// Blocks until more can be read; `false` if the session has ended.
     fn await_more(&self) -> std::io::Result<bool> {
         while !self.is_readable(LOOK)? {
-            if self.signal.now().is_none() {
+            if self.signal.now().is_none() || self.tally.cut.is_made() {
                 return Ok(false);
             }
         }
@@ -180,9 +191,11 @@ impl StreamReader {
 
     fn is_readable(&self, wait: Duration) -> std::io::Result<bool> {
         let wait = Timespec { tv_sec: 0, tv_nsec: wait.as_nanos() as _ };
-        let mut polled = [PollFd::new(&self.socket, PollFlags::IN)];
+        let cut = self.tally.cut.descriptor();
+        let mut polled =
+            [PollFd::new(&self.socket, PollFlags::IN), PollFd::new(&cut, PollFlags::IN)];
         match poll(&mut polled, Some(&wait)) {
-            Ok(ready) => Ok(ready > 0),
+            Ok(_) => Ok(!polled[0].revents().is_empty()),
             Err(rustix::io::Errno::INTR) => Ok(false),
             Err(errno) => Err(errno.into()),
         }

@@ -2,35 +2,86 @@
 
 use std::time::{Duration, Instant};
 
+use crossbeam_channel::Receiver;
+use vmferry_handover::journal::{FileJournal, Record};
 use vmferry_memory::{PageRun, PageSet};
+use vmferry_transport::PeerIdentity;
+use vmferry_wire::{
+    ControlMessage, GuestIdentity, LaneOffer, PROTOCOL_VERSION_MAX, SessionId, SessionWord,
+};
 
-use super::Session;
+use super::{Session, random_token};
+use crate::config::DestinationConfig;
+use crate::data::destination::fetch::handle::FetchHandle;
+use crate::data::destination::fetch::lanes::FetchLanes;
+use crate::data::destination::late_lanes::LateLanes;
 use crate::data::destination::missing::{MissingPages, MissingSet};
 use crate::data::destination::target::Target;
+use crate::data::tunnel::TunnelEnd;
+use crate::driver::destination::notice::Notice;
+use crate::driver::destination::reception::Reception;
 use crate::error::MigrateError;
 use crate::link::lost;
+use crate::machine::destination::io::{Input, LinkId, Report};
+use crate::machine::destination::{Destination, Left};
 use crate::stats::FetchStats;
 use crate::vmm::DestinationVm;
+use crate::vmm::streamed::LateStreams;
 
-impl<V: DestinationVm> Session<'_, V> {
+/// A session whose receiver has died while its guest lacked pages.
+pub struct LeftSession {
+    /// The session.
+    pub session: SessionId,
+    /// Its guest.
+    pub guest: Option<GuestIdentity>,
+    /// Its journal.
+    pub journal: FileJournal,
+    /// What the journal holds.
+    pub records: Vec<Record>,
+    /// The source.
+    pub peer: PeerIdentity,
+    /// The guest stays paused.
+    pub paused: bool,
+    /// Its missing pages.
+    pub missing: MissingPages,
+}
+
+impl<'a, V: DestinationVm> Session<'a, V> {
     /// Frees pages that are outdated.
     pub(super) fn free_outdated(&self, runs: &[PageRun]) -> Result<(), MigrateError> {
-        let Some(Target::Memory(target)) = &self.target else { return Ok(()) };
-        for &run in runs {
-            target.memory.discard(run)?;
-            target.hashes.forget(run);
+        match &self.target {
+            Some(Target::Memory(target)) => target.free_outdated(runs),
+            _ => Ok(()),
         }
-        Ok(())
     }
 
     /// Fetches all missing pages that are touched from now on.
     pub(super) fn fetch_missing(&mut self, missing: PageSet) -> Result<(), MigrateError> {
         // No thread places pages in the old way from here on.
         self.end_lanes();
-        let (Some(Target::Memory(target)), Some(lanes)) = (&self.target, &mut self.fetch_lanes)
-        else {
-            let reason = "post-copy of a guest that is streamed";
-            return Err(MigrateError::protocol("control", 0, reason));
+        let (target, lanes) = match (&self.target, &mut self.fetch_lanes) {
+            (Some(Target::Memory(target)), Some(LateLanes::Pages(lanes))) => (target, lanes),
+            (Some(Target::Streams(target)), Some(LateLanes::Tunnels(lanes))) => {
+                let failed = |source| MigrateError::Vm { action: "go on with its stream", source };
+                let LateStreams { requests, urgent } = self.vm.late_streams().map_err(failed)?;
+                let rest = target.kept.as_ref().and_then(|kept| kept.lock().remove(&0));
+                let results = self.inputs.0.clone();
+                let ended = move || {
+                    let _ = results.send(Input::RequestsEnded);
+                };
+                let urgent = TunnelEnd {
+                    into_vmm: urgent,
+                    from_vmm: Some(requests),
+                    on_end: Some(Box::new(ended)),
+                    first: None,
+                };
+                let rest = TunnelEnd { into_vmm: rest, ..TunnelEnd::default() };
+                return lanes.begin([urgent, rest]).map_err(MigrateError::no_thread);
+            }
+            _ => {
+                let reason = "post-copy, which was not accepted";
+                return Err(MigrateError::protocol("control", 0, reason));
+            }
         };
         let (target, set) = (target.clone(), MissingSet::new(missing));
         let missing = MissingPages::register(target.memory, target.hashes, set, |memory| {
@@ -42,11 +93,55 @@ impl<V: DestinationVm> Session<'_, V> {
         lanes.start(missing, self.inputs.0.clone(), self.cpu.clone())
     }
 
+    /// Continues a session of an earlier receiver.
+    ///
+    /// # Errors
+    /// The journal says that the guest lacks none, or the system lacks random numbers or threads.
+    pub fn take_over(
+        vm: &'a mut V,
+        config: &'a DestinationConfig,
+        (door, stop): (&'a Reception, &'a Receiver<()>),
+        left: LeftSession,
+    ) -> Result<Self, MigrateError> {
+        let LeftSession { session, guest, journal, records, peer, paused, missing } = left;
+        let our_side = Self::side(vm, config, PROTOCOL_VERSION_MAX);
+        let left = Left { session, missing_pages: missing.left(), paused };
+        let machine =
+            Destination::recovered(config.timeouts, our_side, left, &records, Duration::ZERO)
+                .ok_or(MigrateError::NothingLeft { session })?;
+        let mut taken = Self::new(vm, config, (door, stop), (machine, random_token()?), peer)?;
+        (taken.guest, taken.journal) = (guest, Some(journal));
+        let mut lanes = FetchLanes::unannounced();
+        lanes.start(missing, taken.inputs.0.clone(), taken.cpu.clone())?;
+        taken.fetch_lanes = Some(LateLanes::Pages(lanes));
+        Ok(taken)
+    }
+
+    /// Expects the offered lanes instead of earlier ones, and tells the source their token.
+    pub(super) fn use_offer(&mut self, link: LinkId, offer: LaneOffer) -> Option<Input> {
+        let (Some(session), Some(lanes)) = (self.machine.session(), &self.fetch_lanes) else {
+            return None;
+        };
+        let token = match random_token() {
+            Ok(token) => token,
+            // The source asks again.
+            Err(error) => return Some(Input::Failed(error)),
+        };
+        lanes.renew(offer);
+        self.token = token;
+        let word = SessionWord::Fetching;
+        self.send(link, &ControlMessage::Answer { session, word, token: Some(token) })
+    }
+
     /// Loads the guest's state. With post-copy the VMM may wait for pages meanwhile, so this ends
     /// when the source is lost or silent.
     pub(super) fn load(&mut self, state: &[u8], paused: bool) -> Result<Duration, MigrateError> {
         let begun = Instant::now();
-        let missing = self.fetch_lanes.as_ref().and_then(|lanes| lanes.missing()).cloned();
+        let pages = self.fetch_lanes.as_ref().and_then(LateLanes::pages);
+        let missing = pages.and_then(FetchLanes::missing).cloned();
+        if let Some(Target::Streams(target)) = &self.target {
+            target.end_kept();
+        }
         let patience = self.config.timeouts.ready;
         let failed = |source| MigrateError::Vm { action: "load the guest's state", source };
         let (loaded, loads) = crossbeam_channel::bounded::<()>(0);
@@ -73,26 +168,36 @@ impl<V: DestinationVm> Session<'_, V> {
         done.map(|()| begun.elapsed()).map_err(failed)
     }
 
+    /// The guest runs: all missing pages are fetched, and the VMM may show that.
+    pub(super) fn fetch_all(&mut self) {
+        let Some(LateLanes::Pages(lanes)) = &self.fetch_lanes else { return };
+        self.fetch = lanes.handle(self.peer.to_string());
+        if let Some(fetch) = &self.fetch {
+            self.vm.fetch_begins(fetch.clone());
+        }
+        lanes.begin_background();
+    }
+
+    /// Reports the progress once a second.
+    pub(super) fn show_fetch(&self, watch: &mut dyn FnMut(&Notice)) {
+        if self.fetch_stats.is_none()
+            && let Some(progress) = self.fetch.as_ref().and_then(FetchHandle::sample)
+        {
+            watch(&Notice::Session(Report::FetchProgress(Box::new(progress))));
+        }
+    }
+
     /// The last missing page has arrived.
     pub(super) fn note_fetched(&mut self) {
-        let Some(missing) = self.fetch_lanes.as_ref().and_then(|lanes| lanes.missing()) else {
-            return;
-        };
-        let (counts, waits) = missing.counts();
-        let fetch = self.guest_started.map_or(Duration::ZERO, |started| started.elapsed());
-        self.fetch_stats = Some(FetchStats {
-            missing_pages: counts.fault_pages + counts.background_pages,
-            fault_pages: counts.fault_pages,
-            background_pages: counts.background_pages,
-            again_pages: counts.again_pages,
-            faults: counts.faults,
-            zero_faults: counts.zero_faults,
-            fetch_ms: fetch.as_secs_f64() * 1e3,
-            waited_ms: waits.total().as_secs_f64() * 1e3,
-            wait_mean_us: waits.mean_us(),
-            wait_p50_us: waits.quantile_us(0.5),
-            wait_p99_us: waits.quantile_us(0.99),
-            wait_max_us: waits.max_us(),
-        });
+        self.fetch_stats = self.fetch.as_ref().and_then(FetchHandle::stats);
+    }
+
+    /// The session has ended. Returns the statistics of its fetch.
+    pub(super) fn end_fetch(&mut self) -> Option<FetchStats> {
+        let fetch = self.fetch.take()?;
+        // Without `Fetched` after the start: the last page had arrived before.
+        let stats = self.fetch_stats.take().or_else(|| fetch.stats());
+        fetch.end();
+        stats
     }
 }

@@ -1,14 +1,16 @@
 //! A session's operations on the guest and on its journal.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use vmferry_memory::{PAGE_SIZE, PageSet, Slot, whole_hash_except};
+use vmferry_memory::{PageSet, whole_hash_except};
 use vmferry_wire::{Reason, ReasonCode, SessionId};
 
 use super::Session;
+use crate::causes::chain;
 use crate::data::destination::target::Target;
 use crate::error::MigrateError;
 use crate::machine::destination::io::{Input, Prepared};
+use crate::vmm::streamed::LateEnd;
 use crate::vmm::{DestinationVm, GuestDescription, Landing, PrepareError};
 use vmferry_handover::journal::{FileJournal, Journal, JournalError, Record, Side};
 
@@ -47,15 +49,11 @@ impl<V: DestinationVm> Session<'_, V> {
                 let text = "the destination VMM made other memory slots than those announced";
                 return Err(refused(ReasonCode::LayoutMismatch, text));
             }
-            Landing::Streams(sockets) => Target::streams(sockets),
+            Landing::Streams(sockets) => {
+                Target::streams(sockets, self.vm.takes_post_copy().is_ok())
+            }
         });
-        let memory = self.target.as_ref().and_then(Target::guest_memory);
-        // A huge page can only be placed as a whole.
-        let fits = memory.is_some_and(|memory| {
-            let is_small = |slot: &Slot| slot.page_bytes().is_ok_and(|it| it == PAGE_SIZE as u64);
-            memory.slots().iter().all(is_small)
-        });
-        Ok(Prepared { post_copy: fits && self.vm.takes_post_copy() })
+        Ok(Prepared { post_copy: self.vm.takes_post_copy().map_err(|error| chain(&*error)) })
     }
 
     /// The VMM has stopped reading a stream: it has loaded the guest and needs no more, or it has
@@ -73,6 +71,24 @@ impl<V: DestinationVm> Session<'_, V> {
                 Input::Failed(MigrateError::Vm { action: "load the guest's state", source })
             }
         }
+    }
+
+    /// The VMM of a carried guest has closed the stream of its requests for pages.
+    pub(super) fn requests_ended(&mut self) -> Input {
+        self.vmm_awaits = crossbeam_channel::after(Duration::from_secs(1));
+        let done = match self.vm.late_end() {
+            Ok(LateEnd::Complete) => Input::Fetched,
+            Ok(LateEnd::GuestEnded) => Input::GuestEnded,
+            Ok(LateEnd::Awaited) => return Input::Tick,
+            Err(source) => {
+                return Input::Failed(MigrateError::Vm {
+                    action: "fetch the guest's pages",
+                    source,
+                });
+            }
+        };
+        self.vmm_awaits = crossbeam_channel::never();
+        done
     }
 
     pub(super) fn open(&mut self, session: SessionId) -> Result<(), MigrateError> {

@@ -49,7 +49,7 @@ impl<V: DestinationVm> Session<'_, V> {
                 return self.resume(token, attempt, connection, watch);
             }
             // Messages on this channel may end or commit the session.
-            Arrival::Query { session, connection }
+            Arrival::Query { session, connection, .. }
                 if self.machine.session() == Some(session)
                     && !connection.peer.is_same_as(&self.peer) =>
             {
@@ -61,15 +61,18 @@ impl<V: DestinationVm> Session<'_, V> {
                     peer: connection.peer.address,
                 });
             }
-            Arrival::Query { session, connection } if self.machine.session() == Some(session) => {
+            Arrival::Query { session, offer, connection }
+                if self.machine.session() == Some(session) =>
+            {
                 match self.add_link(connection) {
                     Ok(link) => {
-                        return Input::Control { link, message: ControlMessage::Query { session } };
+                        let message = ControlMessage::Query { session, offer };
+                        return Input::Control { link, message };
                     }
                     Err(error) => watch(&Notice::turned_away("a question", &error)),
                 }
             }
-            Arrival::Query { session, connection } => {
+            Arrival::Query { session, connection, .. } => {
                 let peer = connection.peer.address.clone();
                 if let Err(error) = give_word(&self.config.journal_directory, session, connection) {
                     watch(&Notice::turned_away(&peer, &error));
@@ -103,13 +106,13 @@ impl<V: DestinationVm> Session<'_, V> {
             refuse(connection, HelloStatus::BadToken, &reason, watch);
             return Ok(Input::Tick);
         }
+        if self.fetch_lanes.as_ref().is_some_and(|lanes| lanes.has(lane)) {
+            return self.join_fetch_lane(lane, attempt, connection, watch);
+        }
         let Some(target) = &self.target else {
             refuse(connection, HelloStatus::BadToken, "the session has no guest", watch);
             return Ok(Input::Tick);
         };
-        if self.fetch_lanes.as_ref().is_some_and(|lanes| lanes.has(lane)) {
-            return self.join_fetch_lane(lane, attempt, connection, watch);
-        }
         if lane >= self.expected_lanes {
             let reason = format!("lane {lane} was not announced");
             refuse(connection, HelloStatus::BadLane, &reason, watch);

@@ -13,7 +13,7 @@ use crate::driver::source::connect;
 use crate::driver::source::connect::JoinedLane;
 use crate::driver::source::redial::Redialed;
 use crate::error::MigrateError;
-use crate::link::lost;
+use crate::link::{DataChannel, lost};
 use crate::machine::source::io::Input;
 
 impl<V: Resume> Core<'_, V> {
@@ -97,6 +97,52 @@ impl<V: Resume> Core<'_, V> {
                     Err(source) => Input::Failed(MigrateError::no_thread(source)),
                 }
             }
+            Err(error) => Input::LaneNotRejoined { lane, error },
+        }
+    }
+}
+
+/// The fetch lanes.
+impl<V: Resume> Core<'_, V> {
+    /// Opens all fetch lanes, which are numbered after the data lanes.
+    pub(super) fn open_fetch_lanes(
+        &mut self,
+        side: &impl GuestSide<V>,
+        token: Token,
+        attempts: &[u64],
+    ) -> Result<(), MigrateError> {
+        self.fetch.stop();
+        let versions = self.config.protocol.range().clone();
+        for (lane, &attempt) in (self.config.channels.get()..).zip(attempts) {
+            let purpose = Purpose { role: Role::Data, lane, token, attempt };
+            let joined = connect::data(&self.dialer, purpose, &versions, &self.config.timeouts)?;
+            self.join_fetch_lane(side, (lane, attempt), joined.channel)?;
+        }
+        Ok(())
+    }
+
+    /// Uses a greeted channel for a fetch lane.
+    fn join_fetch_lane(
+        &mut self,
+        side: &impl GuestSide<V>,
+        lane: (u8, u64),
+        channel: DataChannel,
+    ) -> Result<(), MigrateError> {
+        match side.sender_encoder(self) {
+            Some(encoder) => self.fetch.join(lane, channel, encoder),
+            None => self.fetch.attach(lane, channel),
+        }
+    }
+
+    /// Continues a fetch lane on the redialed channel.
+    fn rejoin_fetch_lane(
+        &mut self,
+        side: &impl GuestSide<V>,
+        (lane, attempt): (u8, u64),
+        channel: DataChannel,
+    ) -> Input {
+        match self.join_fetch_lane(side, (lane, attempt), channel) {
+            Ok(()) => Input::LaneRejoined { lane, placed: 0 },
             Err(error) => Input::LaneNotRejoined { lane, error },
         }
     }

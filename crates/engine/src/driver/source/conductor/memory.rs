@@ -74,7 +74,9 @@ impl<V: SourceVm> GuestSide<V> for MemoryGuest {
             Action::SumDigest => Some(Input::Digest(self.hashes.sum())),
             Action::TellLacking => self.tell_lacking(core),
             Action::ServePages { round } => {
-                core.fetch.serve(Served { round, zero: self.harvester.freed().zero() });
+                let unsent = self.harvester.pending().clone().into();
+                let zero = self.harvester.freed().zero();
+                core.fetch.serve(Served { round, zero, unsent });
                 None
             }
             Action::TellFree => self.tell_free(core),

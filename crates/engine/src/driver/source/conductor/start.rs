@@ -9,7 +9,6 @@ use vmferry_transport::{Dialer, RateLimiter};
 use vmferry_wire::Role;
 
 use super::Core;
-use super::fetch::FetchServers;
 use crate::config::compression::worker_threads;
 use crate::config::{BandwidthCap, SourceConfig, window_frames};
 use crate::cpu::CpuMeter;
@@ -19,6 +18,7 @@ use crate::driver::greeting::Purpose;
 use crate::driver::life::Life;
 use crate::driver::source::connect;
 use crate::driver::source::control::ControlLink;
+use crate::driver::source::fetch::{FetchServers, Reports};
 use crate::driver::source::orders::Orders;
 use crate::driver::source::redial::Redialer;
 use crate::error::MigrateError;
@@ -42,6 +42,7 @@ impl<'a, V: Resume> Core<'a, V> {
             let during = "the connection";
             return Err((vm, Box::new(MigrateError::Cancelled { during })));
         }
+        orders.publish_destination(dialer.address.to_string());
         orders.publish("connecting", SourceState::Holding);
         let (purpose, silence) = (Purpose::control(Role::Control), config.timeouts.silence);
         let made = connect::control(dialer, purpose, config.protocol.range(), silence).and_then(
@@ -80,6 +81,14 @@ impl<'a, V: Resume> Core<'a, V> {
                 return Err((vm, Box::new(MigrateError::no_thread(source))));
             }
         };
+        let limiter = RateLimiter::new(cap);
+        let reports = Reports { results: inputs.0.clone(), cpu: cpu.clone(), sent: orders.sent() };
+        let way = (limiter.clone(), Arc::clone(&chooser));
+        let fetch_lanes = our_side.fetch_lanes(&config);
+        let mut fetch = FetchServers::new(channels, fetch_lanes, way, reports);
+        if our_side.streams {
+            fetch = fetch.tunnelled(channels, fetch_lanes);
+        }
         let mut core = Self {
             machine: Source::new(config.clone(), guest, our_side, Duration::ZERO),
             guest: SourceGuest::Running(Running::new(vm)),
@@ -94,9 +103,9 @@ impl<'a, V: Resume> Core<'a, V> {
             signal,
             lanes,
             senders: Vec::new(),
-            fetch: FetchServers::default(),
+            fetch,
             redialer: Redialer::new(dialer, &config),
-            limiter: RateLimiter::new(cap),
+            limiter,
             chooser,
             cpu: cpu.clone(),
             transport: channel.transport.clone(),

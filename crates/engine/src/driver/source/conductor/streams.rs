@@ -10,11 +10,12 @@ use super::{Core, GuestSide};
 use crate::config::compression::worker_threads;
 use crate::config::window_frames;
 use crate::data::source::page_encoder::PageEncoder;
-use crate::data::source::streams::{StreamContext, Streams};
+use crate::data::source::streams::{Cutting, StreamContext, Streams};
+use crate::data::tunnel::TunnelEnd;
 use crate::error::MigrateError;
 use crate::machine::source::io::{Action, Input};
 use crate::rounds::tracker::LaneTotals;
-use crate::vmm::streamed::{StreamEvent, StreamedVm};
+use crate::vmm::streamed::{LateStreams, StreamEvent, StreamedVm};
 use vmferry_handover::SourceGuest;
 
 /// How often the limit of data in flight is adjusted.
@@ -39,12 +40,21 @@ pub(super) struct StreamedGuest {
     /// Bytes and frames sent until then.
     sent: (u64, u64),
     finishing: Instant,
+    /// Pages that the VMM sends while the guest runs at the destination, with post-copy.
+    late_pages: Option<u64>,
 }
 
 impl StreamedGuest {
     pub(super) fn new<V: Resume>(_core: &Core<'_, V>) -> Self {
         let now = Instant::now();
-        Self { streams: None, begun: false, reviewed: now, sent: (0, 0), finishing: now }
+        Self {
+            streams: None,
+            begun: false,
+            reviewed: now,
+            sent: (0, 0),
+            finishing: now,
+            late_pages: None,
+        }
     }
 
     fn begin<V: StreamedVm>(&mut self, core: &mut Core<'_, V>) -> Result<(), MigrateError> {
@@ -54,6 +64,9 @@ impl StreamedGuest {
             // The receiver is gone once the migration is over.
             let _ = inputs.send(Input::Vmm(event));
         });
+        if !core.machine.has_post_copy() {
+            running.vm().forbid_post_copy();
+        }
         let begun = running.vm().begin(stated_downtime(core.config.downtime_limit), events);
         let streams =
             begun.map_err(|source| MigrateError::of_vm("begin its own migration", source))?;
@@ -75,6 +88,23 @@ impl StreamedGuest {
         };
         self.streams = Some(Streams::start(streams, &context).map_err(MigrateError::no_thread)?);
         Ok(())
+    }
+
+    /// The rest of the stream goes through the fetch lanes, and requests for pages come through
+    /// them.
+    fn tunnel<V: StreamedVm>(&self, core: &mut Core<'_, V>) -> Result<(), MigrateError> {
+        let SourceGuest::Paused(paused) = &mut core.guest else { return Ok(()) };
+        let failed = |source| MigrateError::Vm { action: "send what is left", source };
+        let LateStreams { requests, urgent } =
+            paused.with_vm(StreamedVm::late_streams).map_err(failed)?;
+        let left = self.streams.as_ref().and_then(|streams| streams.left(0));
+        let Cutting { socket, first } =
+            left.ok_or_else(|| failed("its stream has not ended where it was cut".into()))?;
+        let urgent =
+            TunnelEnd { into_vmm: Some(requests), from_vmm: urgent, ..TunnelEnd::default() };
+        let (from_vmm, first) = (Some(socket), Some(first));
+        let rest = TunnelEnd { from_vmm, first, ..TunnelEnd::default() };
+        core.fetch.begin([urgent, rest])
     }
 
     /// Adjusts the windows so that data in flight fits the downtime limit at the present rate.
@@ -145,8 +175,27 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
                 let SourceGuest::Paused(paused) = &mut core.guest else { return None };
                 self.finishing = Instant::now();
                 let failed = |source| MigrateError::Vm { action: "send what is left", source };
-                paused.with_vm(StreamedVm::finish).err().map(|error| Input::Failed(failed(error)))
+                if let Err(error) = paused.with_vm(StreamedVm::finish) {
+                    return Some(Input::Failed(failed(error)));
+                }
+                // With post-copy the VMM sends the last byte when the guest has long been running.
+                let pages = self.late_pages?;
+                let (state, paused) = (pages.to_le_bytes().into(), paused.is_paused_by_others());
+                Some(Input::Saved { state, took: self.finishing.elapsed(), paused })
             }
+            Action::BeginCarriedPostCopy => {
+                let SourceGuest::Running(running) = &mut core.guest else { return None };
+                let failed = |source| MigrateError::Vm { action: "begin its post-copy", source };
+                running.vm().begin_post_copy().err().map(|error| Input::Failed(failed(error)))
+            }
+            Action::CutStreams { pages } => {
+                self.late_pages = Some(pages);
+                if let Some(streams) = &self.streams {
+                    streams.cut();
+                }
+                None
+            }
+            Action::ServePages { .. } => self.tunnel(core).err().map(Input::Failed),
             Action::SumDigest => {
                 Some(Input::Digest(self.streams.as_ref().map_or(0, Streams::digest)))
             }
@@ -175,13 +224,13 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
                 }
                 Input::Pass { round: number, pages, dirty_pages_per_s, totals: taken(core) }
             }
-            StreamEvent::Stopped { stood_still, expected_downtime } => {
+            StreamEvent::Stopped { stood_still, expected_downtime, pages } => {
                 core.guest.paused_by_vmm();
                 if let Some(streams) = &self.streams {
                     streams.next_pass();
                 }
                 let (expected, totals) = (expected_downtime, taken(core));
-                Input::Stopped { stood_still, expected, totals }
+                Input::Stopped { stood_still, expected, pages, totals }
             }
             StreamEvent::Completed => {
                 let paused = match &core.guest {
@@ -193,6 +242,7 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
             StreamEvent::Failed(source) => {
                 Input::Failed(MigrateError::of_vm("stream the guest", source))
             }
+            StreamEvent::Ended(source) => Input::VmmEnded(source),
         }
     }
 
@@ -214,6 +264,7 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
     }
 
     fn stop(&mut self, core: &mut Core<'_, V>) {
+        core.fetch.end_tunnels();
         // The VMM first: its remaining output may have to be read until it has aborted.
         if self.begun
             && let SourceGuest::Running(running) = &mut core.guest

@@ -1,5 +1,6 @@
+use vmferry_handover::SourceState;
 use vmferry_memory::GuestBytes;
-use vmferry_wire::ControlMessage;
+use vmferry_wire::{ControlMessage, ReasonCode, SessionWord};
 
 use super::super::fixture::{DIGEST, after_one_round, assert_phase, harvested};
 use super::*;
@@ -7,6 +8,8 @@ use crate::config::{RoundLimit, SourceConfig};
 use crate::machine::source::Source;
 use crate::machine::source::io::{Ending, Input};
 use vmferry_handover::journal::Record;
+
+mod recovery;
 
 const NOW: Duration = Duration::ZERO;
 
@@ -109,7 +112,7 @@ fn serving() -> Source {
 
 fn answer(source: &Source, word: SessionWord) -> Input {
     let session = source.common.config.session;
-    Input::Control(ControlMessage::Answer { session, word })
+    Input::Control(ControlMessage::Answer { session, word, token: None })
 }
 
 #[test]
@@ -291,7 +294,50 @@ fn nothing_but_giving_up_ends_serving() {
         assert_phase!(source, Serving);
     }
     source.handle(NOW, Input::GiveUp);
-    assert!(matches!(source.ending(), Some(Ending::Given)));
+    assert!(matches!(source.ending(), Some(Ending::Lost(MigrateError::GivenUp))));
+}
+
+#[test]
+fn failure_while_serving_is_reported_once() {
+    let mut source = serving();
+    reports(&mut source);
+    for failures in [1, 0] {
+        source.handle(NOW, Input::Failed(lost()));
+        let told = reports(&mut source);
+        let told = told.iter().filter(|report| matches!(report, Report::ServingFailed { .. }));
+        assert_eq!(told.count(), failures);
+    }
+}
+
+/// The memory of a carried guest ends with its VMM.
+#[test]
+fn guest_loses_its_missing_pages_if_the_vmm_ends() {
+    let ended = || Input::VmmEnded("it was killed".into());
+    let mut source = serving();
+    source.handle(NOW, ended());
+    match &did(&mut source)[..] {
+        [
+            Action::Send(ControlMessage::Abort { reason }),
+            Action::WriteOutcome(Record::Given { by_operator: false }),
+            Action::Release,
+        ] => assert_eq!(reason.code, ReasonCode::PagesLost),
+        other => panic!("{other:?}"),
+    }
+    assert!(matches!(source.ending(), Some(Ending::Lost(MigrateError::PagesLost { .. }))));
+
+    let mut source = final_sent();
+    source.handle(NOW, ended());
+    assert!(matches!(source.ending(), Some(Ending::Kept(MigrateError::Vm { .. }))));
+
+    // It is noticed while it is not known whether the destination runs the guest.
+    let mut source = final_sent();
+    let ready = ControlMessage::Ready { digest: DIGEST, load_us: 0 };
+    source.handle(NOW, Input::Control(ready));
+    source.handle(NOW, Input::CommitWritten(Ok(())));
+    source.handle(NOW, ended());
+    assert!(source.ending().is_none());
+    source.handle(NOW, answer(&source, SessionWord::Fetching));
+    assert!(matches!(source.ending(), Some(Ending::Lost(MigrateError::PagesLost { .. }))));
 }
 
 #[test]
@@ -300,11 +346,11 @@ fn destination_without_post_copy_is_noticed_before_anything_is_sent() {
         config.max_rounds = RoundLimit::new(2).unwrap();
         let mut source = after_one_round(config);
         source.common.post_copy.accepted = false;
-        let error = source.common.agree_on_post_copy(false).err();
+        let error = source.common.agree_on_post_copy(Some(Err("no room".to_owned()))).err();
         (error.map(|error| error.to_string()), reports(&mut source))
     };
     let (error, _) = refused(config(PostCopy::Now));
-    let says = "this guest can't be moved with post-copy: the destination does not support it";
+    let says = "this guest can't be moved with post-copy: the destination: no room";
     assert!(error.is_some_and(|error| error.starts_with(says)));
     let stuck = SourceConfig { when_stuck: WhenStuck::PostCopy, ..config(PostCopy::Never) };
     assert!(refused(stuck).0.is_some());

@@ -1,5 +1,6 @@
 //! The descriptions that sources and destinations exchange, as frozen bytes.
 
+use serde_json::json;
 use vmferry_memory::SlotId;
 
 use super::*;

@@ -1,0 +1,292 @@
+//! Carried guests, whose QEMUs use their own post-copy.
+
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
+use vmferry_qemu::Qmp;
+use vmferry_qemu_lab::{Backend, Machine, Qemu, Version};
+
+use super::rights::NOBODY;
+use super::{Move, emulated, fetched, on_kvm};
+use crate::support::proxy::{Message, Proxy};
+use crate::support::scene::{Scene, Way};
+use crate::support::stops::guardian;
+use crate::support::{Running, in_parallel, run_ok, text};
+
+fn private(machine: Machine) -> Machine {
+    Machine { backend: Backend::Private, ..machine }
+}
+
+#[test]
+fn carried_guests_fetch_their_pages() {
+    let machines = [private(on_kvm(Version::V10_0)), private(emulated(Version::V10_0))];
+    in_parallel(machines.into(), |machine| {
+        let mut moving = Move::until_it_fetches(machine, &["--sandbox", "require"]);
+        fetched(&moving.send.finish_by_ref().exited(0));
+        moving.receiving.event("received");
+        moving.arrives();
+    });
+}
+
+/// A migration with post-copy through a proxy, whose guest is cold after the first round.
+fn send(scene: &Scene, address: &str) -> Running {
+    let mut send = vec!["send", "--qemu", text(&scene.here.qmp), "--to", address, "--plain"];
+    send.extend(["--max-bandwidth", "8M", "--compress", "none", "--reconnect-timeout", "2s"]);
+    send.extend(["--post-copy", "now", "--downtime-limit", "1ms"]);
+    scene.a.start(&send)
+}
+
+/// Waits until the event was seen for each fetch lane, in any order.
+fn on_both_lanes(send: &mut Running, name: &str) {
+    let mut awaited = vec!["lane 1", "lane 2"];
+    while !awaited.is_empty() {
+        let event = send.event(name);
+        awaited.retain(|lane| event["channel"] != *lane);
+    }
+}
+
+#[test]
+fn link_that_breaks_while_a_carried_guest_fetches_loses_nothing() {
+    let machines = [private(on_kvm(Version::V10_0)), private(emulated(Version::V10_0))];
+    in_parallel(machines.into(), |machine| {
+        let mut scene = Scene::of(machine, Way::Carried);
+        let (mut there, mut receiving, address) = scene.receive_plain();
+        let proxy = Proxy::holding(&address, "127.0.0.1", None);
+        let mut send = send(&scene, &proxy.address);
+        send.event("serving");
+        for _ in 0..3 {
+            proxy.cut();
+            on_both_lanes(&mut send, "link-lost");
+            // Longer than the reconnect timeout, which does not hold any more.
+            std::thread::sleep(Duration::from_secs(3));
+            proxy.heal();
+            on_both_lanes(&mut send, "link-restored");
+        }
+        fetched(&send.finish().exited(0));
+        receiving.event("received");
+        assert!(scene.here.child.wait().unwrap().success(), "it was quit");
+        there.check_guest();
+        let said = there.wait_for("has checked its memory", |said| said.get("corruptions") == 0);
+        assert_eq!(said.get("corruptions"), 0, "{said:?}");
+    });
+}
+
+/// What happens while the destination has loaded the guest, and READY has not arrived.
+type Fault = fn(&Scene, &Proxy, &mut Running, &mut Running, &mut Qemu);
+
+const FAULTS: [(&str, Fault); 6] = [
+    ("the sender is killed", |_, _, send, _, _| send.kill()),
+    ("the sender and its guardian are killed", |_, _, send, _, _| {
+        let guardian = Pid::from_raw(guardian(send) as i32).unwrap();
+        kill_process(guardian, Signal::KILL).unwrap();
+        send.kill();
+    }),
+    ("the receiver is killed", |_, _, _, receiving, _| receiving.kill()),
+    ("the destination's QEMU is killed", |_, _, _, _, there| there.child.kill().unwrap()),
+    ("the operator cancels", |scene, _, _, _, _| {
+        run_ok(&scene.a, &["cancel", "tested"]);
+    }),
+    ("the link is cut", |_, proxy, _, _, _| proxy.cut()),
+];
+
+/// Its memory is QEMU's alone, so the missing pages are lost, and both hosts say so.
+#[test]
+fn carried_guest_loses_its_missing_pages_with_the_qemu_that_it_has_left() {
+    let mut moving = Move::until_it_fetches(private(on_kvm(Version::V10_0)), &[]);
+    moving.send.event("serving");
+    moving.scene.here.child.kill().unwrap();
+    moving.send.finish_by_ref().failed(13, "has lost the pages that it had not fetched yet");
+    let failed = moving.receiving.event("fetching-failed");
+    assert!(failed["reason"].as_str().unwrap().contains("has lost the pages"), "{failed}");
+    assert!(moving.there.child.try_wait().unwrap().is_none(), "the guest waits");
+    moving.there.child.kill().unwrap();
+    moving.receiving.event("guest-ended");
+    moving.receiving.finish_by_ref().exited(0);
+    let sessions = run_ok(&moving.scene.a, &["status", "--sessions"]);
+    assert_eq!(sessions["sessions"][0]["verdict"], "there", "nothing is left to do: {sessions}");
+}
+
+/// A QEMU that is stopped sends nothing for as long as that takes.
+#[test]
+fn carried_guest_waits_while_the_qemu_that_it_has_left_is_stopped() {
+    let mut moving = Move::until_it_fetches(private(on_kvm(Version::V10_0)), &[]);
+    moving.send.event("serving");
+    let qemu = Pid::from_child(&moving.scene.here.child);
+    kill_process(qemu, Signal::STOP).unwrap();
+    let failed = moving.send.event("serving-failed");
+    assert!(failed["reason"].as_str().unwrap().contains("stopped"), "{failed}");
+    kill_process(qemu, Signal::CONT).unwrap();
+    fetched(&moving.send.finish_by_ref().exited(0));
+    moving.receiving.event("received");
+    moving.arrives();
+}
+
+/// QEMU has begun its post-copy by then, and does not go back by itself.
+#[test]
+fn carried_guest_runs_on_at_the_source_after_any_fault_before_commit() {
+    in_parallel(FAULTS.into(), |(name, strike)| {
+        println!("{name}");
+        let mut scene = Scene::of(private(on_kvm(Version::V10_0)), Way::Carried);
+        let (mut there, mut receiving, address) = scene.receive_plain();
+        let proxy = Proxy::holding(&address, "127.0.0.1", Some(Message::Ready));
+        let mut sending = send(&scene, &proxy.address);
+        proxy.await_held();
+        strike(&scene, &proxy, &mut sending, &mut receiving, &mut there);
+        if name.contains("guardian") {
+            let (mut there, mut receiving, address) = scene.receive_plain();
+            let mut next = send(&scene, &address);
+            next.event("finishing-session");
+            fetched(&next.finish().exited(0));
+            receiving.event("received");
+            there.check_guest();
+            return;
+        }
+        scene.runs_on_here();
+        scene.arrives();
+    });
+}
+
+/// The state of QEMU's own migration.
+fn migration(qmp: &mut Qmp) -> String {
+    qmp.execute("query-migrate", json!({})).unwrap()["status"].as_str().unwrap().to_owned()
+}
+
+/// Waits until QEMU has noticed that nobody carries its post-copy any more.
+fn paused_by_itself(qemu: &Qemu) -> Qmp {
+    let mut qmp = Qmp::connect(&qemu.qmp).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while migration(&mut qmp) != "postcopy-paused" {
+        let all = qmp.execute("query-migrate", json!({})).unwrap();
+        assert!(Instant::now() < deadline, "{}: {all}", qemu.qmp.display());
+        // There is an event, and it may have been sent before.
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    qmp
+}
+
+/// Without vmferry a guest waits for its pages, and is lost at neither host. Its administrator
+/// connects both QEMUs, and vmferry completes the session.
+#[test]
+fn both_processes_that_carry_a_guest_die_and_its_operator_connects_the_qemus() {
+    let mut moving = Move::until_it_fetches(private(on_kvm(Version::V10_0)), &[]);
+    moving.send.event("serving");
+    let guardian = Pid::from_raw(guardian(&moving.send) as i32).unwrap();
+    moving.receiving.kill();
+    kill_process(guardian, Signal::KILL).unwrap();
+    moving.send.kill();
+    let there = text(&moving.there.qmp).to_owned();
+    let (mut at_source, mut at_destination) =
+        (paused_by_itself(&moving.scene.here), paused_by_itself(&moving.there));
+    let link = ["receive", "--qemu", &there, "--listen", &moving.address];
+    drop(at_destination);
+    let tls = moving.scene.world.tls();
+    let receive = [&link[..], &["--tls", &tls]].concat();
+    moving.scene.b.run(&receive).failed(9, "QEMU's own post-copy is `postcopy-paused`");
+
+    at_destination = Qmp::connect(&moving.there.qmp).unwrap();
+    let uri = format!("unix:{}", moving.scene.lab.path("by-hand").display());
+    at_destination.execute("migrate-recover", json!({ "uri": uri })).unwrap();
+    drop(at_destination);
+    at_source.execute("migrate", json!({ "uri": uri, "resume": true })).unwrap();
+    drop(at_source);
+    let mut at_destination = Qmp::connect(&moving.there.qmp).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while migration(&mut at_destination) != "completed" {
+        assert!(Instant::now() < deadline, "{}", migration(&mut at_destination));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    drop(at_destination);
+    let mut receiving = moving.scene.b.start(&receive);
+    receiving.event("found");
+    let mut sending = super::send(&moving.scene, &moving.address);
+    sending.event("finishing-session");
+    sending.finish().exited(0);
+    moving.receiving = receiving;
+    moving.arrives();
+}
+
+/// The command line of a migration over TLS that insists on `options`.
+fn over_tls<'a>(
+    scene: &'a Scene,
+    address: &'a str,
+    tls: &'a str,
+    options: &[&'a str],
+) -> Vec<&'a str> {
+    let mut send = vec!["send", "--qemu", text(&scene.here.qmp), "--to", address, "--tls", tls];
+    send.extend(["--mode", "carried", "--max-bandwidth", "32M", "--compress", "none"]);
+    send.extend(options);
+    send
+}
+
+/// Guests that QEMU could not move so, or not without loss. With `auto` they move in pre-copy.
+#[test]
+fn guests_that_qemu_can_not_move_with_post_copy_are_refused_before_anything_is_sent() {
+    let without = |machine: Machine| Machine { workload: "hot=2,rate=100".into(), ..machine };
+    let two_nodes = Machine { workload: "dirty=2 rest=2000".into(), ..emulated(Version::V10_0) };
+    let two_nodes = Machine { backend: Backend::TwoNodes, mib: 256, ..two_nodes };
+    let cases: [(Machine, &[&str], &str); 3] = [
+        (private(without(on_kvm(Version::V7_2))), &[], "not as vmferry carries it"),
+        (
+            private(without(on_kvm(Version::V10_0))),
+            &["--multifd", "2"],
+            "no post-copy with multifd",
+        ),
+        (two_nodes, &["--when-stuck", "switch-over"], "loses some of its guest's writes"),
+    ];
+    in_parallel(cases.into(), |(machine, more, why)| {
+        let mut scene = Scene::of(machine, Way::Carried);
+        let tls = scene.world.tls();
+        let (_there, _receiving, address) = scene.receive_tls();
+        let send = over_tls(&scene, &address, &tls, &[more, &["--post-copy", "now"]].concat());
+        scene.a.run(&send).failed(6, why);
+        scene.runs_on_here();
+        let (there, mut receiving, address) = scene.receive_tls();
+        let options = [more, &["--post-copy", "auto", "--downtime-limit", "2s"]].concat();
+        let sent = scene.a.run(&over_tls(&scene, &address, &tls, &options)).exited(0);
+        assert_eq!(sent.last()["missing_pages"], 0);
+        receiving.event("received");
+        scene.moved_to(there);
+    });
+}
+
+/// QEMU refuses post-copy if it may not handle the kernel's faults.
+#[test]
+fn destination_whose_qemu_may_not_handle_faults_says_so() {
+    let machine = Machine { workload: "hot=2,rate=100".into(), ..private(on_kvm(Version::V10_0)) };
+    let mut scene = Scene::of(machine, Way::Carried);
+    scene.lab.give_to(NOBODY).unwrap();
+    scene.machine.user = Some(NOBODY);
+    let tls = scene.world.tls();
+    let (_there, _receiving, address) = scene.receive_tls();
+    let send = over_tls(&scene, &address, &tls, &["--post-copy", "now"]);
+    scene.a.run(&send).failed(6, "the destination: ");
+    scene.runs_on_here();
+    let (there, mut receiving, address) = scene.receive_tls();
+    let send = over_tls(&scene, &address, &tls, &["--post-copy", "auto", "--downtime-limit", "2s"]);
+    scene.a.run(&send).exited(0);
+    receiving.event("received");
+    scene.moved_to(there);
+}
+
+/// Post-copy is permitted, and not needed. Then the guest is stuck: it moves there, and back.
+#[test]
+fn carried_guest_uses_post_copy_only_if_it_is_stuck() {
+    let idle = Machine { workload: "hot=2,rate=100".into(), ..private(on_kvm(Version::V10_0)) };
+    let stuck = private(on_kvm(Version::V10_0));
+    in_parallel(vec![(idle, false), (stuck, true)], |(machine, is_stuck)| {
+        let mut scene = Scene::of(machine, Way::Carried);
+        let tls = scene.world.tls();
+        for policy in [["--post-copy", "auto"], ["--when-stuck", "post-copy"]] {
+            let (there, mut receiving, address) = scene.receive_tls();
+            let options = [&policy[..], &["--downtime-limit", "20ms"]].concat();
+            let sent = scene.a.run(&over_tls(&scene, &address, &tls, &options)).exited(0);
+            let missing = sent.last()["missing_pages"].as_u64().unwrap();
+            assert_eq!(missing > 0, is_stuck, "{missing} pages were missing");
+            receiving.event("received");
+            assert!(scene.here.child.wait().unwrap().success(), "it was quit");
+            scene.moved_to(there);
+            std::mem::swap(&mut scene.a, &mut scene.b);
+        }
+    });
+}

@@ -1,0 +1,155 @@
+//! Taking over a guest that lacks pages, from a receiver that has died.
+//!
+//! QEMU may be waiting for a missing page in its main loop, so nothing here needs its monitor
+//! before the pages arrive. The note says where the guest's memory is.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use vmferry::vmm::left::{LeftMemory, LeftVm};
+use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
+use vmferry_faults::{FaultDescriptor, FaultRanges};
+use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotId, SlotLayout};
+use vmferry_wire::GuestIdentity;
+
+use super::{Arrived, Finished};
+use crate::error::QemuError;
+use crate::inject;
+use crate::lock::Lock;
+use crate::process::{self, Mapping};
+use crate::ram::Ranges;
+
+/// How long the kernel may take to release the lock of a process that has just died.
+const DEATH_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The guest and its state after the arrival was completed.
+type Completed = Result<(GuestIdentity, Finished), QemuError>;
+
+/// A QEMU whose guest lacks pages. Drop it after all of them have arrived.
+pub struct LeftQemu {
+    arrived: Arc<Mutex<Arrived>>,
+    journals: PathBuf,
+    memory: Option<LeftMemory>,
+    /// Completes the arrival.
+    completing: Option<JoinHandle<Completed>>,
+    /// No other vmferry may use this QEMU.
+    _lock: Lock,
+}
+
+impl Arrived {
+    /// Takes over the guest's memory, to fetch its missing pages. Needs the same rights as
+    /// attaching to a QEMU, so a process that restricts itself calls this first.
+    ///
+    /// # Errors
+    /// The note does not say where the memory is, QEMU's userfaultfd was closed, or its process or
+    /// memory is out of reach.
+    pub fn take_over(self, journals: &Path) -> Result<LeftQemu, QemuError> {
+        let pid = self.pid();
+        let lock = Lock::take_within(pid, DEATH_TIMEOUT)?;
+        let ranges = &self.memory;
+        if ranges.is_empty() || !process::reports_missing_pages(pid, ranges)? {
+            return Err(QemuError::NotReported { pid });
+        }
+        let memory = LeftMemory {
+            memory: map(pid, ranges)?,
+            ranges: adopt(pid, ranges)?,
+            stays_paused: self.stays_paused,
+        };
+        Ok(LeftQemu {
+            arrived: Arc::new(Mutex::new(self)),
+            journals: journals.to_owned(),
+            memory: Some(memory),
+            completing: None,
+            _lock: lock,
+        })
+    }
+}
+
+/// Maps the blocks at these addresses of a QEMU.
+fn map(pid: u32, ranges: &Ranges) -> Result<GuestMemory, QemuError> {
+    let mappings = process::mappings(pid)?;
+    let mut files = Vec::new();
+    let mut gpa = 0;
+    for (slot, Range { start, end }) in ranges {
+        let has = |mapping: &&Mapping| mapping.range.start <= *start && *end <= mapping.range.end;
+        let mapping = mappings.iter().find(has).ok_or(QemuError::NotReported { pid })?;
+        let file = process::open_file(pid, mapping)?;
+        let pages = (end - start) / PAGE_SIZE as u64;
+        let offset = mapping.offset + (start - mapping.range.start);
+        files.push((SlotLayout { slot: *slot, gpa, pages }, file, offset));
+        gpa += end - start;
+    }
+    GuestMemory::map_files(files).map_err(|error| QemuError::Local {
+        action: "map the guest's memory",
+        source: std::io::Error::other(error),
+    })
+}
+
+/// Takes a duplicate of the userfaultfd with which these addresses are registered. Registering them
+/// again changes nothing, and fails with any other userfaultfd.
+fn adopt(pid: u32, ranges: &[(SlotId, Range<u64>)]) -> Result<FaultRanges, QemuError> {
+    let mut why = "it has none".to_owned();
+    for descriptor in inject::userfaultfds(pid)? {
+        let adopted = FaultDescriptor::adopt(descriptor, PAGE_SIZE as u64).and_then(|descriptor| {
+            // SAFETY: the addresses are those of the guest's memory, whose missing pages only this
+            // process places from now on: it has QEMU locked.
+            unsafe { FaultRanges::register_blocks(ranges, &descriptor) }
+        });
+        match adopted {
+            Ok(ranges) => return Ok(ranges),
+            Err(error) => why = vmferry::chain(&error),
+        }
+    }
+    Err(QemuError::Inject { pid, why })
+}
+
+impl LeftQemu {
+    /// The guest and its state, once the session has ended.
+    ///
+    /// # Errors
+    /// As [`Arrived::finish`].
+    pub fn finish(&mut self) -> Result<(GuestIdentity, Finished), QemuError> {
+        match self.completing.take().map(JoinHandle::join) {
+            Some(Ok(completed)) => completed,
+            // A panic there has already been reported.
+            Some(Err(_)) | None => self.arrived.lock().finish(&self.journals),
+        }
+    }
+}
+
+impl DestinationVm for LeftQemu {
+    fn prepare(&mut self, _: &GuestDescription) -> Result<Landing, PrepareError> {
+        Err(PrepareError::Vm("this QEMU has a guest already".into()))
+    }
+
+    fn load(&mut self, _: &[u8]) -> Result<(), VmError> {
+        Err("this QEMU has a guest already".into())
+    }
+
+    fn discard(&mut self) {}
+
+    /// Continues the guest if it has never run here, in another thread: QEMU may be waiting for
+    /// pages, which the caller has to fetch.
+    fn run(&mut self) -> Result<(), VmError> {
+        let (arrived, journals) = (Arc::clone(&self.arrived), self.journals.clone());
+        let complete = move || loop {
+            match arrived.lock().finish(&journals) {
+                Err(error) if error.is_timeout() => {}
+                completed => return completed,
+            }
+        };
+        self.completing =
+            Some(std::thread::Builder::new().name("continue".into()).spawn(complete)?);
+        Ok(())
+    }
+}
+
+impl LeftVm for LeftQemu {
+    fn adopt(&mut self) -> Result<LeftMemory, VmError> {
+        self.memory.take().ok_or_else(|| "its memory was taken over already".into())
+    }
+}

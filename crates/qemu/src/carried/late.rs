@@ -1,0 +1,83 @@
+//! QEMU's own post-copy, carried: what is needed beside the stream.
+//!
+//! * QEMU connects a further channel for pages that threads wait for (`postcopy-preempt`) when it
+//!   is told to start post-copy, to the same socket as the main stream.
+//! * The main stream has a return path, on which the destination requests pages. Until the guest is
+//!   stopped nothing needs it, so vmferry itself writes the few messages that QEMU waits for.
+//!
+//! Source: QEMU 10.0 `migration/migration.c`, `migration/postcopy-ram.c`.
+
+use std::io::Write;
+use std::os::unix::net::{UnixListener, UnixStream};
+
+use super::place::Place;
+use crate::error::QemuError;
+use crate::qmp::Version;
+
+/// The first release whose post-copy was tried.
+const FIRST: Version = Version { major: 10, minor: 0, micro: 0 };
+
+/// Messages on the return path (`enum mig_rp_message_type`): type, length of the body, body, all
+/// big-endian.
+const PONG: [u8; 8] = [0, 2, 0, 4, 0, 0, 0, 1];
+const SHUT: [u8; 8] = [0, 1, 0, 4, 0, 0, 0, 0];
+
+/// Where QEMU connects its further channel.
+pub struct FurtherChannel {
+    listener: UnixListener,
+    _place: Place,
+}
+
+impl FurtherChannel {
+    /// Keeps the socket that QEMU has connected the main stream to.
+    pub fn at(listener: UnixListener, place: Place) -> Self {
+        Self { listener, _place: place }
+    }
+
+    /// The channel, if QEMU has connected it, which it does before it stops the guest.
+    ///
+    /// # Errors
+    /// System call errors.
+    pub fn accept(&self) -> Result<Option<UnixStream>, QemuError> {
+        let failed = |source| QemuError::Local { action: "let QEMU connect", source };
+        self.listener.set_nonblocking(true).map_err(failed)?;
+        match self.listener.accept() {
+            Ok((channel, _)) => {
+                channel.set_nonblocking(false).map_err(failed)?;
+                Ok(Some(channel))
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(None),
+            Err(error) => Err(failed(error)),
+        }
+    }
+}
+
+/// Why post-copy can't be carried between QEMUs of this version, if it can't.
+///
+/// # Errors
+/// The reason.
+pub fn must_be_known(version: Version) -> Result<(), QemuError> {
+    if version >= FIRST {
+        return Ok(());
+    }
+    Err(QemuError::Unsupported(format!(
+        "QEMU {version} has post-copy, but not as vmferry carries it: QEMU {FIRST} or later, or a \
+         guest that can be attached"
+    )))
+}
+
+/// Tells a QEMU that its destination hears it: it waits for that before it connects its further
+/// channel.
+pub fn say_heard(main: &UnixStream) -> Result<(), QemuError> {
+    say(main, &PONG)
+}
+
+/// Tells a QEMU that its destination needs nothing more of it, so that it completes its migration.
+pub fn say_done(main: &UnixStream) -> Result<(), QemuError> {
+    say(main, &SHUT)
+}
+
+fn say(mut main: &UnixStream, message: &[u8]) -> Result<(), QemuError> {
+    let action = "answer QEMU on its migration stream";
+    main.write_all(message).map_err(|source| QemuError::Local { action, source })
+}

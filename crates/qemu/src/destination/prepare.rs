@@ -1,0 +1,104 @@
+//! Comparing an announced guest with this QEMU, and preparing the QEMU for it.
+
+#[cfg(test)]
+mod tests;
+
+use std::path::PathBuf;
+
+use serde::Deserialize;
+use serde::de::DeserializeOwned;
+use vmferry::{Landing, PrepareError};
+
+use super::QemuDestination;
+use super::memory::{compare, empty, not_ours};
+use crate::carried::{self, Arrival, Description, Offer};
+use crate::error::QemuError;
+use crate::machine::{self, Machine};
+use crate::proc_stat::host;
+use crate::ram::{Block, Carrier};
+use crate::settings::Settings;
+use crate::vcpu::{self, Vcpu};
+
+/// The source's description of itself.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Offered {
+    host: String,
+    machine: Machine,
+    blocks: Vec<Block>,
+}
+
+impl QemuDestination {
+    /// Checks that this QEMU's vCPUs have the features that the guest uses. Where both sides list
+    /// their features, these decide, and the CPU model in `offered` is ignored.
+    fn compare_vcpus(&self, config: &[u8], offered: &mut Machine) -> Result<(), PrepareError> {
+        let theirs: Option<Vcpu> = vmferry::vmm::newer::optional(config, vcpu::MEMBER);
+        let (Some(theirs), Some(ours)) = (theirs, &self.vcpu) else { return Ok(()) };
+        let model = offered.cpu.take().unwrap_or_default();
+        match theirs.misses(ours, &model) {
+            Some(difference) => Err(PrepareError::Incompatible(difference)),
+            None => Ok(()),
+        }
+    }
+
+    /// Prepares this QEMU's memory to receive an attached guest.
+    pub(super) fn prepare_memory(&mut self, config: &[u8]) -> Result<Landing, PrepareError> {
+        let ram = match &self.ram {
+            Ok(ram) => ram,
+            Err(error) => {
+                let why = vmferry::chain(error);
+                let text =
+                    format!("it can't be filled from outside, as the source needs it: {why}");
+                return Err(PrepareError::Incompatible(text));
+            }
+        };
+        let mut offered: Offered = parse(config)?;
+        self.compare_vcpus(config, &mut offered.machine)?;
+        if let Some(difference) = machine::difference(&offered.machine, &self.description.machine) {
+            return Err(PrepareError::Incompatible(difference));
+        }
+        compare(&offered.blocks, &ram.blocks)?;
+        if offered.host == host() {
+            let ours = || ram.carried().map(|block| block.file);
+            let theirs = offered.blocks.iter().filter(|block| block.carrier == Carrier::Vmferry);
+            for block in theirs {
+                if ours().any(|file| file == block.file) {
+                    let path = PathBuf::from(&block.name);
+                    return Err(PrepareError::Vm(QemuError::SameFile { path }.into()));
+                }
+            }
+        }
+        empty(ram, self.files.as_ref()).map_err(not_ours)?;
+        // Done here, before the guest is paused.
+        Settings::for_loading(&mut self.qmp)
+            .map_err(|error| PrepareError::Vm(QemuError::from(error).into()))?;
+        let landing = Landing::Memory(ram.memory.clone());
+        // Tried for each guest, so that a source that needs it learns before it sends anything.
+        self.close_faults();
+        self.faults = Some(self.create_faults());
+        Ok(landing)
+    }
+
+    /// Lets this QEMU receive the streams of a carried guest.
+    pub(super) fn prepare_streams(&mut self, config: &[u8]) -> Result<Landing, PrepareError> {
+        let mut offered: Description = parse(config)?;
+        self.compare_vcpus(config, &mut offered.machine)?;
+        self.description.check(&offered)?;
+        if let Some(files) = &self.files {
+            files.nobody_else_is_seen().map_err(not_ours)?;
+        }
+        self.used = true;
+        let place = self.place.as_deref();
+        let post_copy = vmferry::vmm::newer::optional(config, carried::POST_COPY).unwrap_or(false);
+        let offer = Offer { channels: offered.multifd, post_copy };
+        let begun = Arrival::begin(&mut self.qmp, &self.settings, offer, place, &self.looker);
+        let (arrival, streams) = begun.map_err(|error| PrepareError::Vm(error.into()))?;
+        self.arrival = Some(arrival);
+        Ok(Landing::Streams(streams))
+    }
+}
+
+fn parse<T: DeserializeOwned>(config: &[u8]) -> Result<T, PrepareError> {
+    vmferry::vmm::newer::read(config)
+        .map_err(|error| PrepareError::Incompatible(format!("its description: {error}")))
+}
