@@ -4,8 +4,8 @@ PROFILE ?= release
 VMFERRY := target/$(if $(filter release,$(PROFILE)),release,debug)/vmferry
 PROFILE_FLAG := $(if $(filter release,$(PROFILE)),--release,)
 
-.PHONY: help setup setup-tests build demo demo-qemu demo-libvirt test test-all msrv crates lint \
-	model soak reliability fuzz bench package package-test clean
+.PHONY: help setup setup-tests build demo demo-qemu demo-libvirt check test test-busy test-all \
+	msrv crates lint model soak reliability fuzz bench package package-test clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -30,12 +30,16 @@ demo-libvirt: build ## Move a guest of libvirt between two hosts of this machine
 	@. scripts/environment && VMFERRY=$(abspath $(VMFERRY)) \
 		$(CARGO) run --locked --quiet $(PROFILE_FLAG) --package vmferry-libvirt-lab
 
-test test-all: export CARGO := $(CARGO)
-# Many tests mostly wait, so more of them run at once than there are processors.
-test test-all: export RUST_TEST_THREADS ?= $(shell echo $$((2 * $$(nproc))))
+check test test-busy test-all: export CARGO := $(CARGO)
 
 setup-tests: setup ## Install the test dependencies; fetch QEMU and a browser into target/
 	@scripts/setup-tests
+
+check: setup-tests ## Check what has changed since the last tested commit, or BASE=COMMIT
+	@. scripts/environment && scripts/check $(BASE)
+
+test-busy: setup-tests ## Run all tests as on a busy host: half of the processors (root)
+	@. scripts/environment && scripts/run-tests --busy --workspace
 
 test: setup-tests ## Run all tests, and a sample of the long ones
 	@. scripts/environment && scripts/run-tests --workspace
