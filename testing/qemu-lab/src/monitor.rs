@@ -42,10 +42,11 @@ impl Monitor {
     }
 
     /// Tells QEMU to end, and waits until it has closed the socket. QEMU does not promise to answer
-    /// this command.
+    /// this command, and it resets the connection if it has not read everything.
     pub(crate) fn quit(mut self) -> std::io::Result<()> {
         writeln!(self.orders, "{}", json!({ "execute": "quit" }))?;
-        std::io::copy(&mut self.answers, &mut std::io::sink()).map(drop)
+        let _ = std::io::copy(&mut self.answers, &mut std::io::sink());
+        Ok(())
     }
 
     /// Repeats a query until its result is wanted, and returns that.
