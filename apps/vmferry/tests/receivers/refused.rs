@@ -39,9 +39,10 @@ fn guest_that_is_refused_runs_on_and_both_ends_say_why() {
 fn only_so_many_guests_arrive_at_once() {
     let scene = Scene::new(Version::V10_0, Way::Attached);
     let mut place = Place::with(scene, true, "max_receivers = 1");
+    // Before the first one moves: starting a guest can take longer than that.
+    let other = place.scene.machine.start_booted(&place.scene.lab, "other");
     let mut first = place.send("usual");
     first.event_where(|event| event["event"] == "round-started");
-    let other = place.scene.machine.start_booted(&place.scene.lab, "other");
     let (host, address) = (place.scene.world.host("c"), place.address());
     let here = std::mem::replace(&mut place.scene.here, other);
     let second = place.send_from(&host, &address, "usual");
