@@ -128,7 +128,7 @@ pub fn one_line(text: &str) -> String {
     clean[..clean.floor_char_boundary(MAX_REASON_BYTES)].to_owned()
 }
 
-/// Checks a text from the wire that stands for itself.
+/// Returns a text from the wire if it is one bounded, printable line that is not empty.
 pub(crate) fn checked_line(content: &[u8]) -> Result<String, String> {
     let text = std::str::from_utf8(content).map_err(|_| "it is not text".to_owned())?;
     if text.is_empty() || one_line(text) != text {

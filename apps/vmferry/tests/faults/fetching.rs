@@ -123,7 +123,7 @@ impl Fetching {
     }
 }
 
-/// The fault is a process that stands still for so long.
+/// Stops a process for this time, which is the fault.
 fn freeze(process: &Running, lasts: Duration) {
     process.signal(Signal::STOP);
     std::thread::sleep(lasts);

@@ -208,8 +208,8 @@ mod tests {
         assert!(!ends.reach(MAX_LANES, 1), "there is no such lane");
     }
 
-    /// A source that goes on with pre-copy may say of such a page only that it is zero, which places
-    /// nothing if no hash of the page is known.
+    /// A source that continues with pre-copy may say of such a page only that it is zero, which
+    /// places nothing if no hash of the page is known.
     #[test]
     fn outdated_pages_read_as_zeros_in_every_kind_of_memory() {
         let _pool = HugePages::reserve(2);

@@ -53,7 +53,7 @@ impl TunnelLanes {
         lanes.all.iter_mut().zip(ends).try_for_each(|(lane, end)| lane.tunnel.begin(end))
     }
 
-    /// Expects all channels anew, under the offered numbers.
+    /// Expects new channels for all lanes, under the offered numbers.
     pub fn renew(&self, offer: LaneOffer) {
         let mut lanes = self.lanes.lock();
         lanes.first = offer.first;

@@ -32,8 +32,8 @@ impl SentCounters {
         self.zero_pages.fetch_add(counts.zero_pages, Ordering::Relaxed);
     }
 
-    /// Counts bytes of a carried guest's stream that were sent through a tunnel. Their pages are not
-    /// recognized, so this number of pages is an estimate.
+    /// Counts bytes of a carried guest's stream that were sent through a tunnel. Their pages are
+    /// not recognized, so this number of pages is an estimate.
     pub fn tunnelled(&self, bytes: u64) {
         self.frame(bytes);
         let all = self.tunnelled_bytes.fetch_add(bytes, Ordering::Relaxed) + bytes;

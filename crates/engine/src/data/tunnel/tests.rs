@@ -47,7 +47,7 @@ impl Scene {
         })
     }
 
-    /// Connects both sides anew. Returns what cuts the channel.
+    /// Connects both sides with a new channel. Returns what cuts the channel.
     fn connect(&mut self) -> ChannelCloser {
         let [ours, theirs] = self.channels();
         let closer = ours.closer();
