@@ -23,8 +23,17 @@ impl HugePages {
         // Free huge pages may belong to another process.
         let written = std::fs::write(POOL, (before + pages).to_string());
         let pool = Self { enlarged_by: size().saturating_sub(before), _alone: alone };
-        assert!(free() >= pages, "this test needs {pages} free huge pages of 2 MiB: {written:?}");
+        let free = Self::free();
+        assert!(free >= pages, "this test needs {pages} huge pages, {free} are free: {written:?}");
         pool
+    }
+
+    /// The free huge pages of the host. Other tests change their number at any time.
+    #[must_use]
+    pub fn free() -> u64 {
+        let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let line = text.lines().find_map(|line| line.strip_prefix("HugePages_Free:"));
+        line.and_then(|number| number.trim().parse().ok()).unwrap_or_default()
     }
 }
 
@@ -41,10 +50,4 @@ impl Drop for HugePages {
 fn size() -> u64 {
     let text = std::fs::read_to_string(POOL).unwrap_or_default();
     text.trim().parse().unwrap_or_default()
-}
-
-fn free() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix("HugePages_Free:"));
-    line.and_then(|number| number.trim().parse().ok()).unwrap_or_default()
 }

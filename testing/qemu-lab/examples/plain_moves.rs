@@ -51,7 +51,7 @@ struct Options {
     #[arg(long)]
     one_thread: bool,
     /// The guest's workload.
-    #[arg(long, default_value = "static=8 dirty=20")]
+    #[arg(long, default_value = "static=8 dirty=20 rest=0")]
     workload: String,
     /// Pauses the guest for each migration.
     #[arg(long)]

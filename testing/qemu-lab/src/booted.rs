@@ -1,5 +1,5 @@
 //! Guests that are already booted. Linux takes five seconds of CPU time until its program runs; a
-//! state that was saved at that point loads in half a second.
+//! state that was saved at that point loads in half a second. The bare-metal guest boots as fast.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -9,20 +9,21 @@ use serde_json::{Value, json};
 use vmferry_kit::Exclusive;
 
 use crate::machine::kernel;
-use crate::{Backend, Machine, Monitor, Qemu, World, bare_metal, initramfs, packages};
+use crate::{Backend, Guest, Machine, Monitor, Qemu, World, initramfs, packages};
 
 /// A booting guest needs a whole CPU: several at once would not be up in time. And each state is
 /// saved only once.
 const BOOTING: &str = "booting-qemu";
 
 impl Machine {
-    /// Starts a QEMU whose guest continues from the saved state of an equal guest after its boot.
-    /// The guest is booted instead if its devices use files of the test, if it runs as another
-    /// user or in another network, or if QEMU may not start the program that reads the state.
+    /// Starts a QEMU, and waits until its guest works. A Linux guest continues from the saved state
+    /// of an equal one after its boot, unless its devices use files of the test, it runs as another
+    /// user or in another network, or QEMU may not start the program that reads the state.
     pub fn start_booted(&self, world: &World, name: &str) -> Qemu {
         let elsewhere = self.user.is_some() || self.namespace.is_some();
         let forbids = |device: &String| device.contains('/') || device.contains("spawn=deny");
-        if elsewhere || self.devices.iter().any(forbids) {
+        let linux = self.guest != Guest::BareMetal;
+        if linux && (elsewhere || self.devices.iter().any(forbids)) {
             let _alone = Exclusive::lock(BOOTING);
             let mut qemu = self.start(world, name);
             works(&mut qemu);
@@ -34,10 +35,14 @@ impl Machine {
     /// The same, started by a program with arguments that becomes QEMU or stays its parent, such as
     /// `unshare --pid --fork`.
     pub fn start_booted_under(&self, world: &World, name: &str, under: &[&str]) -> Qemu {
-        let from = format!("exec:cat '{}'", self.saved().display());
-        let extra = ["-incoming", &from];
-        let mut qemu = self.spawn_with(world, name, &extra, under);
-        run_on(&mut qemu);
+        let mut qemu = if self.guest == Guest::BareMetal {
+            self.spawn_with(world, name, &[], under)
+        } else {
+            let from = format!("exec:cat '{}'", self.saved().display());
+            let mut qemu = self.spawn_with(world, name, &["-incoming", &from], under);
+            run_on(&mut qemu);
+            qemu
+        };
         works(&mut qemu);
         qemu
     }
@@ -84,7 +89,7 @@ fn directory() -> &'static Path {
     static MADE: OnceLock<PathBuf> = OnceLock::new();
     MADE.get_or_init(|| {
         let mut content = DefaultHasher::new();
-        for file in [initramfs::path(packages()), bare_metal::path(packages()), &kernel()] {
+        for file in [initramfs::path(packages()), &kernel()] {
             std::fs::read(file).expect("what the guest boots is there").hash(&mut content);
         }
         let directory = packages().join(format!("booted-{:016x}", content.finish()));

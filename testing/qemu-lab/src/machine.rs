@@ -226,7 +226,9 @@ impl Machine {
                     |_| format!("kvm,device={}", world.kvm().display()),
                 );
                 add(&[&"-accel", &kvm, &"-kernel", &bare_metal::path(crate::packages())]);
-                add(&[&"-append", &self.workload]);
+                // Firmware runs at CPL 0, which PVM emulates: SeaBIOS takes three seconds of CPU
+                // time, and qboot a fifth of a second. A later `-bios` overrides it.
+                add(&[&"-append", &self.workload, &"-bios", &"qboot.rom"]);
             }
         }
         for device in &self.devices {

@@ -29,7 +29,7 @@ impl Monitor {
     /// Executes a command and returns its result. Events are dropped.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Value {
         let order = json!({ "execute": command, "arguments": arguments });
-        writeln!(self.orders, "{order}").expect("QMP takes orders");
+        self.send(&order).expect("QMP takes orders");
         loop {
             let mut line = String::new();
             self.answers.read_line(&mut line).expect("QMP answers");
@@ -41,10 +41,16 @@ impl Monitor {
         }
     }
 
+    /// Sends an order in one write: QEMU executes it as soon as its last brace has come, and once it
+    /// has quit, a line feed that follows in a write of its own fails.
+    fn send(&mut self, order: &Value) -> std::io::Result<()> {
+        self.orders.write_all(format!("{order}\n").as_bytes())
+    }
+
     /// Tells QEMU to end, and waits until it has closed the socket. QEMU does not promise to answer
     /// this command, and it resets the connection if it has not read everything.
     pub(crate) fn quit(mut self) -> std::io::Result<()> {
-        writeln!(self.orders, "{}", json!({ "execute": "quit" }))?;
+        self.send(&json!({ "execute": "quit" }))?;
         let _ = std::io::copy(&mut self.answers, &mut std::io::sink());
         Ok(())
     }

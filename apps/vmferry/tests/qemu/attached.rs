@@ -156,11 +156,8 @@ fn ordinary_user_moves_their_own_guest() {
     }
     let (world, lab) = (World::new(), Lab::new());
     lab.give_to(NOBODY).unwrap();
-    let machine = Machine {
-        mib: 128,
-        user: Some(NOBODY),
-        ..Machine::new(Version::V10_0, "dirty=8 rest=2000")
-    };
+    let machine =
+        Machine { mib: 128, user: Some(NOBODY), ..Machine::new(Version::V10_0, "dirty=8") };
     let mut here = machine.start(&lab, "here");
     here.check_guest();
     let mut there = machine.incoming(&lab, "there");

@@ -168,7 +168,7 @@ fn guest_of_another_user_is_carried() {
     let (world, lab) = (World::new(), Lab::new());
     lab.give_to(NOBODY).unwrap();
     // That user may not open /dev/kvm.
-    let emulated = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8 rest=2000") };
+    let emulated = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") };
     let machine = Machine { user: Some(NOBODY), backend: Backend::Private, ..emulated };
     let mut here = machine.start(&lab, "here");
     here.check_guest();

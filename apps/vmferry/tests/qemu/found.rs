@@ -15,7 +15,7 @@ use vmferry_wire::{GuestIdentity, SessionId};
 fn second_send_is_refused_and_names_the_first() {
     let second = Lab::new();
     let socket = second.path("second.qmp");
-    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8 rest=2000") };
+    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") };
     let listening = format!("unix:{},server=on,wait=off", text(&socket));
     let mut scene = Scene::of(machine.clone().with(&["-qmp", &listening]), Way::Attached);
     scene.machine = machine;
@@ -36,7 +36,7 @@ fn second_send_is_refused_and_names_the_first() {
 
 #[test]
 fn qemu_whose_socket_is_in_use_is_refused_and_names_the_client() {
-    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8 rest=2000") };
+    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") };
     let mut scene = Scene::of(machine, Way::Attached);
     let client = Qmp::connect(&scene.here.qmp).unwrap();
     let holder = format!("process {} (", std::process::id());
@@ -51,7 +51,7 @@ fn qemu_whose_socket_is_in_use_is_refused_and_names_the_client() {
 #[test]
 fn session_of_another_qemu_of_the_same_name_is_left_alone() {
     let none = "00000000-0000-0000-0000-000000000000";
-    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8 rest=2000") };
+    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") };
     let mut scene = Scene::of(machine.with(&["-uuid", none]), Way::Attached);
     let identity = GuestIdentity { uuid: uuid::Uuid::nil(), name: "tested".into() };
     let peer = ("tcp:127.0.0.1:1", [].as_slice());
@@ -90,7 +90,7 @@ fn apart() -> Vec<String> {
 
 #[test]
 fn qemu_in_another_pid_namespace_is_carried_and_its_end_noticed() {
-    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8 rest=2000") };
+    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") };
     let machine = Machine { backend: Backend::Private, ..machine };
     let mut scene = Scene::of(machine, Way::Carried);
     let there = scene.machine.incoming(&scene.lab, "apart");

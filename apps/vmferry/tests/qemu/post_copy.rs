@@ -27,7 +27,7 @@ fn on_kvm(version: Version) -> Machine {
 
 /// An emulated Linux guest.
 fn emulated(version: Version) -> Machine {
-    let machine = Machine::new(version, "dirty=24 rest=0");
+    let machine = Machine::new(version, "dirty=24");
     Machine { backend: Backend::File, mib: 128, ..machine }
 }
 

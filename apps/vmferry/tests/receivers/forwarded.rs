@@ -43,7 +43,7 @@ fn machine(lab: &Lab, disk: &str) -> Machine {
     let disk = lab.path(disk);
     std::fs::File::create(&disk).unwrap().set_len(48 << 20).unwrap();
     let drive = format!("if=none,id=drive-virtio0,format=raw,file={}", disk.display());
-    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8 disk=16 rest=2000") };
+    let machine = Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8 disk=16") };
     machine.with(&["-drive", &drive, "-device", "virtio-blk-pci,drive=drive-virtio0"])
 }
 

@@ -25,7 +25,6 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tempfile::TempDir;
-use vmferry_kit::Exclusive;
 use vmferry_microvm::report::Report;
 
 /// A phase of a migration, by the source's events. The rounds are slow enough to be hit.
@@ -257,15 +256,13 @@ impl Host {
 
 /// Runs cases with QEMUs side by side; they mostly wait.
 pub fn in_parallel<T: Send>(cases: Vec<T>, run: impl Fn(T) + Sync) {
-    /// More QEMUs at once would compete for the processors.
-    const AT_ONCE: usize = 5;
+    /// Other tests run beside this one: more QEMUs at once would compete for the processors.
+    const AT_ONCE: usize = 2;
     several_at_once(AT_ONCE, cases, run);
 }
 
 /// Runs `at_once` cases at a time, in the given order. The first failure fails all.
 pub fn several_at_once<T: Send>(at_once: usize, cases: Vec<T>, run: impl Fn(T) + Sync) {
-    // Two matrices at a time would compete for the processors.
-    let _alone = (cases.len() > 1).then(|| Exclusive::lock("matrix"));
     let left = Mutex::new(cases.into_iter());
     std::thread::scope(|scope| {
         for _ in 0..at_once {

@@ -50,7 +50,7 @@ impl Scene {
 
     /// The same with an emulated Linux guest.
     pub fn emulated(version: Version, way: Way) -> Self {
-        let machine = Machine { mib: 128, ..Machine::new(version, "dirty=8 rest=2000") };
+        let machine = Machine { mib: 128, ..Machine::new(version, "dirty=8") };
         Self::of(Machine { backend: backend(way), ..machine }, way)
     }
 

@@ -42,18 +42,18 @@ fn linux_guests_are_carried_from_qemu_to_qemu_by_the_engine() {
     for &version in versions() {
         let of = |backend, workload: &str| Machine { backend, ..Machine::new(version, workload) };
         let world = World::new();
-        let machine = of(Backend::Private, "static=40 dirty=20 rest=2000 disk=16");
+        let machine = of(Backend::Private, "static=40 dirty=20 disk=16");
         println!("{version:?}: private memory, video memory and a disk");
         travel(&world, &with_devices(machine, &world), hops);
         if !all() {
             continue;
         }
         for machine in [
-            of(Backend::Memfd, "static=60 dirty=20 rest=2000"),
-            Machine { mib: 512, vcpus: 2, ..of(Backend::Private, "dirty=100 rest=2000") },
+            of(Backend::Memfd, "static=60 dirty=20"),
+            Machine { mib: 512, vcpus: 2, ..of(Backend::Private, "dirty=100") },
             // This guest is paused for the whole migration, as all are with 7.2.
-            Machine { kind: "pc", ..of(Backend::TwoNodes, "static=40 dirty=20 rest=2000") },
-            Machine { mib: 4096, ..of(Backend::Private, "dirty=10 rest=2000") },
+            Machine { kind: "pc", ..of(Backend::TwoNodes, "static=40 dirty=20") },
+            Machine { mib: 4096, ..of(Backend::Private, "dirty=10") },
         ] {
             println!("{machine:?}");
             travel(&World::new(), &machine, hops);

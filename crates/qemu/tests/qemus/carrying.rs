@@ -35,7 +35,7 @@ fn other_kinds_of_memory_are_carried() {
         (Backend::TwoNodes, Version::V7_2),
     ] {
         let world = World::new();
-        let workload = "static=40 dirty=20 rest=2000";
+        let workload = "static=40 dirty=20";
         let machine = Machine { backend, vcpus: 2, kind: "pc", ..Machine::new(version, workload) };
         let mut here = machine.start(&world, "here");
         here.check_guest();
@@ -51,8 +51,7 @@ fn other_kinds_of_memory_are_carried() {
 #[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
 fn throttle_moves_a_guest_that_outruns_its_link() {
     let world = World::new();
-    let private =
-        Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=12 rest=2000") };
+    let private = Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=12") };
     let machine = Machine { mib: 128, ..private };
     let mut here = machine.start(&world, "here");
     here.check_guest();
@@ -175,8 +174,7 @@ fn qemu_of_another_user_is_carried() {
     }
     let world = World::new();
     world.give_to(USER).unwrap();
-    let private =
-        Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=10 rest=2000") };
+    let private = Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=10") };
     let machine = Machine { user: Some(USER), ..private };
     let mut here = machine.start(&world, "here");
     here.check_guest();
@@ -192,7 +190,7 @@ fn qemu_of_another_user_is_carried() {
 fn guest_that_can_not_be_attached_is_carried() {
     let world = World::new();
     let start = |backend, version, name: &str| {
-        let machine = Machine { backend, ..Machine::new(version, "dirty=5 rest=2000") };
+        let machine = Machine { backend, ..Machine::new(version, "dirty=5") };
         machine.start(&world, name)
     };
     for (backend, version, says) in [
@@ -220,8 +218,7 @@ fn guest_that_can_not_be_attached_is_carried() {
     qemu.check_guest();
 
     // Memory that only QEMU itself can migrate.
-    let machine =
-        Machine { backend: Backend::File, ..Machine::new(Version::V10_0, "dirty=5 rest=2000") };
+    let machine = Machine { backend: Backend::File, ..Machine::new(Version::V10_0, "dirty=5") };
     let shared = format!(
         "memory-backend-file,id=shared,size=1M,share=on,mem-path={}",
         world.path_on_tmpfs("peer").display()
@@ -249,7 +246,7 @@ fn guest_whose_writes_qemu_would_lose_must_be_paused() {
         (Backend::TwoNodes, Version::V10_0, 0, true),
     ];
     for &(backend, version, less_kib, stands_still) in &guests[..if all() { 6 } else { 3 }] {
-        let machine = Machine { backend, less_kib, ..Machine::new(version, "dirty=5 rest=2000") };
+        let machine = Machine { backend, less_kib, ..Machine::new(version, "dirty=5") };
         let name = format!("{backend:?}-{version:?}-{less_kib}");
         let mut qemu = machine.start(&world, &name);
         let source = CarriedSource::attach(&qemu.qmp, 0).unwrap();
@@ -266,8 +263,7 @@ fn guest_that_can_not_be_migrated_is_refused() {
         "memory-backend-file,id=shared,size=1M,share=on,mem-path={}",
         world.path_on_tmpfs("shared").display()
     );
-    let machine =
-        Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=5 rest=2000") };
+    let machine = Machine { backend: Backend::Private, ..Machine::new(Version::V10_0, "dirty=5") };
     let device = "ivshmem-plain,memdev=shared,master=off";
     let mut qemu =
         machine.clone().with(&["-object", &shared, "-device", device]).start(&world, "blocked");

@@ -174,10 +174,20 @@ fn groups_of_its_vcpus(qemu: &Qemu) -> Vec<PathBuf> {
 /// moves with it.
 #[test]
 fn throttle_moves_a_guest_that_outruns_its_link() {
+    /// A busy machine can delay the guest so much that it converges without a throttle. Then
+    /// another guest is moved.
+    const MOST_ATTEMPTS: usize = 8;
+    assert!((0..MOST_ATTEMPTS).any(|_| move_with_a_throttle()), "no guest outran the link");
+}
+
+/// Moves a guest, and returns whether only a throttle made it converge.
+fn move_with_a_throttle() -> bool {
     let world = World::new();
-    let machine = Machine::new(Version::V10_0, "dirty=24");
-    let mut here = machine.start(&world, "here");
-    here.check_guest();
+    let machine = Machine::new(Version::V10_0, "dirty=24 rest=0");
+    let mut here = machine.start_booted(&world, "here");
+    let (before, after) = (here.check_guest(), here.check_guest());
+    let since = |name| after.get(name) - before.get(name);
+    let written_per_s = 4096 * since("checked") * 1_000_000 / since("uptime_us");
     let mut source = QemuSource::attach(&here.qmp).unwrap();
     if let Err(error) = source.allow_throttling() {
         panic!("this test needs what is missing: {}", vmferry::chain(&error));
@@ -188,14 +198,19 @@ fn throttle_moves_a_guest_that_outruns_its_link() {
     drop(source);
     assert!(!is_there(), "a control group is left");
     let slow = |config: &mut SourceConfig| {
-        config.max_bandwidth = Some(BandwidthCap::new(80 << 20).unwrap());
+        // Even if other work slows the guest down to a third of its speed, it outruns the link.
+        let cap = (written_per_s / 3).min(80 << 20);
+        config.max_bandwidth = Some(BandwidthCap::new(cap).unwrap());
         config.compression.way = CompressionWay::Off;
         config.downtime_limit = Duration::from_millis(100);
         config.max_rounds = RoundLimit::new(12).unwrap();
         config.when_stuck = WhenStuck::Refuse;
     };
-    let there = machine.incoming(&world, "kept");
-    let error = migrate_with(&world, 1, &here, &there, slow).unwrap_err();
+    let mut there = machine.incoming(&world, "kept");
+    let Err(error) = migrate_with(&world, 1, &here, &there, slow) else {
+        there.check_guest();
+        return false;
+    };
     assert_eq!(error.class(), ErrorClass::NotConverging, "{error}");
     here.check_guest();
 
@@ -204,9 +219,9 @@ fn throttle_moves_a_guest_that_outruns_its_link() {
         slow(config);
         config.throttle = ThrottleLimit::new(99).unwrap();
     });
-    assert!(stats.rounds.iter().any(|round| round.throttle_percent > 0), "{:?}", stats.rounds);
     assert!(!is_there(), "a control group is left");
     there.check_guest();
+    stats.rounds.iter().any(|round| round.throttle_percent > 0)
 }
 
 #[test]

@@ -13,7 +13,7 @@ use vmferry_transport::Dialer;
 use crate::support::{config, ended, hop, receive_into};
 
 fn machine() -> Machine {
-    Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8 rest=2000") }
+    Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") }
 }
 
 /// A guest whose QEMU has a second QMP socket.

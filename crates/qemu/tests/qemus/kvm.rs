@@ -70,6 +70,10 @@ impl Case {
             vcpus: self.vcpus,
             ..Machine::on_kvm(self.version, "fill=16,incompressible hot=24,random,rate=40000")
         };
+        if self.vcpus == 2 {
+            // The firmware that a user's guest has. It takes long to boot on PVM.
+            machine = machine.with(&["-bios", "bios-256k.bin"]);
+        }
         let mut mounted = None;
         match self.memory {
             Memory::Of(backend) => machine.backend = backend,

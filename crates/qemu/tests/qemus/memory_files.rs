@@ -13,7 +13,7 @@ use vmferry_qemu_lab::{HugePages, Machine, Mounted, Qemu, Version, World};
 use crate::support::{attach_fails, hop, migrate_to};
 
 fn usual() -> Machine {
-    Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8 rest=2000") }
+    Machine { mib: 128, ..Machine::new(Version::V10_0, "dirty=8") }
 }
 
 fn attach(qemu: &Qemu) -> QemuDestination {

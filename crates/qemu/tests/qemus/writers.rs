@@ -7,8 +7,7 @@ use vmferry_qemu_lab::{Machine, Version, World};
 #[test]
 fn guest_with_an_unknown_device_is_carried() {
     let world = World::new();
-    let machine =
-        Machine::new(Version::V10_0, "dirty=5 rest=2000").with(&["-device", "edu,id=odd"]);
+    let machine = Machine::new(Version::V10_0, "dirty=5").with(&["-device", "edu,id=odd"]);
     let mut qemu = machine.start(&world, "here");
     let reached = Reached::by(&qemu.qmp, Mode::Auto, 0).unwrap();
     let Reached::Carried { why: Some(why), .. } = reached else { panic!("it is attached") };
