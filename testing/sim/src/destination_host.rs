@@ -209,8 +209,11 @@ impl DestinationHost {
     /// Ends a slow step. Returns the events that arrived meanwhile.
     pub fn step_ended(&mut self, process: u64, network: &mut Network) -> Vec<Event> {
         let Some(back) = self.absence.end(process, network.now()) else { return Vec::new() };
-        if let (Some(result), Some(session)) = (back.result, &mut self.session) {
-            session.machine.handle(network.now(), result);
+        if let Some(session) = &mut self.session {
+            session.machine.handle(network.now(), Input::Away { took: back.took });
+            if let Some(result) = back.result {
+                session.machine.handle(network.now(), result);
+            }
         }
         self.pump(network);
         back.heard
@@ -396,6 +399,7 @@ fn step_of(action: &Action) -> Option<Step> {
     match action {
         Action::Prepare { .. } => Some(Step::Prepare),
         Action::Open(_) => Some(Step::Open),
+        Action::FetchMissing { .. } => Some(Step::FetchMissing),
         Action::Load { .. } => Some(Step::Load),
         Action::WriteIntent(_) => Some(Step::WriteIntent),
         Action::Run => Some(Step::Run),

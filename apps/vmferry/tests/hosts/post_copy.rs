@@ -5,7 +5,7 @@ use vmferry_kit::{HugePages, need_kvm};
 
 use crate::live::fits;
 use crate::support::proxy::Proxy;
-use crate::support::{Host, Running, World, run_ok, text};
+use crate::support::{Host, Running, World, all, run_ok, text};
 use serde_json::Value;
 
 /// A guest that rewrites 32 MiB as fast as it can.
@@ -55,9 +55,12 @@ fn move_there_and_back(guest: &str, kind: &str) {
     }
 }
 
+const MEMORY_KINDS: [&str; 4] = ["memfd", "thp", "private", "hugetlb"];
+
+/// Together with the next test, a sample has every kind.
 #[test]
 fn guest_of_threads_fetches_its_pages_into_every_kind_of_memory() {
-    for kind in ["private", "memfd", "thp", "hugetlb"] {
+    for kind in if all() { &MEMORY_KINDS[..] } else { &MEMORY_KINDS[..2] } {
         move_there_and_back("process", kind);
     }
 }
@@ -65,7 +68,7 @@ fn guest_of_threads_fetches_its_pages_into_every_kind_of_memory() {
 #[test]
 fn guest_on_kvm_fetches_its_pages_into_every_kind_of_memory() {
     need_kvm();
-    for kind in ["private", "memfd", "thp", "hugetlb"] {
+    for kind in if all() { &MEMORY_KINDS[..] } else { &MEMORY_KINDS[2..] } {
         move_there_and_back("kvm", kind);
     }
 }

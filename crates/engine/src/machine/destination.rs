@@ -108,10 +108,6 @@ impl Destination {
         if self.phase.is_refused() {
             return;
         }
-        if input.answers_action() {
-            // Messages were not read while the action was carried out.
-            self.common.last_heard = now;
-        }
         let phase = std::mem::replace(&mut self.phase, Phase::Refused(None));
         let phase = phase.on_input(&mut self.common, now, input);
         self.phase = phase.watch_the_clock(&mut self.common, now);

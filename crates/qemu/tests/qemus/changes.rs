@@ -41,7 +41,7 @@ fn changed_device_or_disk_ends_the_migration_and_is_named_on_both_sides() {
         let monitor = world.path("second.qmp");
         let socket = format!("unix:{},server=on,wait=off", monitor.display());
         let node = format!("driver=file,node-name=disk,filename={}", disk.display());
-        let machine = Machine::new(version, "dirty=5").with(&[
+        let machine = Machine::on_kvm(version, "hot=8,rate=40000").with(&[
             "-device",
             "pcie-root-port,id=spare,chassis=1,slot=1",
             "-blockdev",
@@ -85,7 +85,7 @@ fn device_added_before_the_migration_is_moved() {
     let world = World::new();
     let monitor = world.path("second.qmp");
     let socket = format!("unix:{},server=on,wait=off", monitor.display());
-    let machine = Machine::new(Version::V10_0, "dirty=5")
+    let machine = Machine::on_kvm(Version::V10_0, "hot=8,rate=40000")
         .with(&["-device", "pcie-root-port,id=spare,chassis=1"]);
     let mut here = machine.clone().with(&["-qmp", &socket]).start(&world, "here");
     here.check_guest();

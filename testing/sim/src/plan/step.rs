@@ -23,6 +23,8 @@ pub enum Step {
     Prepare,
     /// The destination writes OPEN.
     Open,
+    /// The destination begins to report the guest's access to missing pages.
+    FetchMissing,
     /// The destination loads the state.
     Load,
     /// The destination writes RUN-INTENT.
@@ -49,6 +51,7 @@ impl Step {
             | Self::WriteCommit => Host::Source,
             Self::Prepare
             | Self::Open
+            | Self::FetchMissing
             | Self::Load
             | Self::WriteIntent
             | Self::Run

@@ -297,7 +297,10 @@ fn carried_guest_uses_post_copy_only_if_it_is_stuck() {
         for policy in [["--post-copy", "auto"], ["--when-stuck", "post-copy"]] {
             let (there, mut receiving, address) = scene.receive_tls();
             let options = [&policy[..], &["--downtime-limit", "20ms"]].concat();
-            let sent = scene.a.run(&over_tls(&scene, &address, &tls, &options)).exited(0);
+            let sent = scene.a.run(&over_tls(&scene, &address, &tls, &options));
+            if sent.code != Some(0) {
+                panic!("{sent:?}, and the receiver: {:?}", receiving.finish());
+            }
             let missing = sent.last()["missing_pages"].as_u64().unwrap();
             assert_eq!(missing > 0, is_stuck, "{missing} pages were missing");
             receiving.event("received");

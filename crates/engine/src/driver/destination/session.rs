@@ -204,8 +204,10 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 self.life.step();
                 // Before the source learns that it may send FINAL.
                 self.wants_final.store(self.machine.wants_final(), Ordering::Release);
+                let begun = Instant::now();
                 let result = self.execute(action);
                 self.life.step();
+                self.machine.handle(self.started.elapsed(), Input::Away { took: begun.elapsed() });
                 if let Some(input) = result {
                     self.machine.handle(self.started.elapsed(), input);
                 }

@@ -100,3 +100,46 @@ impl Phase {
         }
     }
 }
+
+impl Common {
+    /// This side did not read messages for this long, so messages may be unread and the source was
+    /// not silent.
+    pub(super) fn on_away(&mut self, now: Duration, took: Duration) {
+        self.last_heard = now.min(self.last_heard + took);
+        self.links.were_unheard(now, took);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::receiving;
+    use super::super::io::Input;
+    use super::*;
+
+    /// Not every action has a result: a VMM may need long to free the pages that a source with
+    /// post-copy has named.
+    #[test]
+    fn silence_excludes_time_that_this_side_was_away() {
+        let mut destination = receiving(false);
+        let silence = destination.common.timeouts.silence;
+        let later = silence * 3;
+        destination.handle(later, Input::Away { took: later });
+        assert!(destination.common.links.is_up);
+        destination.handle(later + silence, Input::Tick);
+        assert!(!destination.common.links.is_up, "it is silent now");
+    }
+
+    #[test]
+    fn wait_for_a_lost_lane_excludes_time_that_this_side_was_away() {
+        let mut destination = receiving(false);
+        let error = MigrateError::Cancelled { during: "a test" };
+        let lost = Input::LaneLost { lane: 0, attempt: 0, error };
+        destination.handle(Duration::ZERO, lost);
+        let reconnect = destination.common.links.reconnect;
+        assert!(!reconnect.is_zero());
+        destination.handle(2 * reconnect, Input::Away { took: 2 * reconnect });
+        destination.handle(2 * reconnect, Input::LaneJoined { lane: 0 });
+        assert!(destination.common.links.are_complete());
+        assert!(destination.common.failure.is_none());
+    }
+}

@@ -75,6 +75,10 @@ impl Phase {
             }
             Input::Started(result) => self.on_started(common, now, result),
             Input::Arriving => self.on_arriving(now),
+            Input::Away { took } => {
+                common.on_away(now, took);
+                self
+            }
             Input::StreamRefused | Input::RequestsEnded | Input::Tick => self,
         }
     }

@@ -98,27 +98,15 @@ pub enum Input {
     Fetched,
     /// An action failed.
     Failed(MigrateError),
+    /// An action was carried out, in this time, in which no input was processed.
+    Away {
+        /// Its duration.
+        took: Duration,
+    },
     /// The user cancels.
     Cancel,
     /// Time has passed.
     Tick,
-}
-
-impl Input {
-    /// Whether this is the result of an action that the session's thread carries out itself.
-    pub(crate) fn answers_action(&self) -> bool {
-        matches!(
-            self,
-            Self::Prepared(_)
-                | Self::Opened(_)
-                | Self::Digest(_)
-                | Self::Loaded(_)
-                | Self::IntentWritten(_)
-                | Self::FetchedWritten(_)
-                | Self::AbortWritten(_)
-                | Self::Started(_)
-        )
-    }
 }
 
 /// What the VMM has prepared for a guest.

@@ -81,6 +81,14 @@ impl Links {
         })
     }
 
+    /// Inputs were not processed for this long, so a reestablished channel could not be reported.
+    pub(super) fn were_unheard(&mut self, now: Duration, took: Duration) {
+        for loss in self.control.iter_mut().chain(self.lanes.iter_mut().map(|lost| &mut lost.loss))
+        {
+            loss.since = now.min(loss.since + took);
+        }
+    }
+
     /// How long to wait for a lost channel. After the loss of a data channel, the control channel
     /// may still report the reason.
     fn patience(&self) -> Duration {

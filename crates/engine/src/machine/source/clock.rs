@@ -120,6 +120,12 @@ impl Phase {
         } else {
             self
         };
+        // A destination that fetches pages closes the data channels once it has placed everything.
+        // Its acknowledgment comes on another channel, and may come later.
+        if matches!(phase, Self::AwaitReady(_)) && !phase.may_reconnect(common) {
+            let rounds = &common.rounds;
+            common.links.excuse_lanes(|lane| rounds.is_lane_done(lane));
+        }
         let patience = phase.patience(common);
         if let Some(error) = common.links.take_overdue(now, patience) {
             return phase.fail_by(common, now, SourceEvent::LinkLost, error);

@@ -76,6 +76,15 @@ impl Links {
         }
     }
 
+    /// The loss of a lane does not count if everything that was sent on it has arrived.
+    pub(super) fn excuse_lanes(&mut self, is_done: impl Fn(u8) -> bool) {
+        for (lane, link) in (0..).zip(&mut self.lanes) {
+            if let Some(loss) = link.loss.take_if(|_| is_done(lane)) {
+                link.idle_loss = Some(loss.error);
+            }
+        }
+    }
+
     /// The error that ends the migration, if the timeout of a lost channel has expired.
     pub(super) fn take_overdue(
         &mut self,

@@ -33,7 +33,7 @@ impl Phase {
 
     /// Whether a lost channel can be reestablished: the destination knows the session, and nothing
     /// is promised.
-    fn may_reconnect(&self, common: &Common) -> bool {
+    pub(super) fn may_reconnect(&self, common: &Common) -> bool {
         // A VMM that has stopped its guest can't resume it and still continue its streams.
         let too_late = common.our_side.streams && !matches!(self, Self::Sending(_))
             || common.kind == SessionKind::PostCopy
@@ -267,7 +267,7 @@ impl Common {
 
 #[cfg(test)]
 mod tests {
-    use super::super::fixture::{DIGEST, assert_phase, awaiting_ready};
+    use super::super::fixture::{DIGEST, assert_phase, awaiting_ready, placed};
     use super::*;
     use crate::config::SourceConfig;
     use crate::machine::source::Source;
@@ -286,6 +286,32 @@ mod tests {
 
     fn lane_lost() -> Input {
         Input::LaneLost { lane: 0, attempt: 0, error: failure() }
+    }
+
+    /// A carried guest, whose channels are not reestablished once it is stopped.
+    fn carried_awaiting_ready() -> Source {
+        let mut source = awaiting_ready(SourceConfig::new("unused".into()), false);
+        source.common.our_side.streams = true;
+        source
+    }
+
+    /// READY may take long: the VMM loads the guest.
+    #[test]
+    fn channel_may_be_closed_before_the_acknowledgment_of_its_last_frame_arrives() {
+        let mut source = carried_awaiting_ready();
+        source.handle(Duration::ZERO, lane_lost());
+        source.handle(EXPLANATION / 2, placed(2));
+        source.handle(EXPLANATION * 2, Input::Tick);
+        assert_phase!(source, AwaitReady);
+    }
+
+    #[test]
+    fn channel_that_is_lost_before_its_last_frame_has_arrived_ends_the_migration() {
+        let mut source = carried_awaiting_ready();
+        source.handle(Duration::ZERO, lane_lost());
+        source.handle(EXPLANATION / 2, placed(1));
+        source.handle(EXPLANATION * 2, Input::Tick);
+        assert_phase!(source, Done);
     }
 
     fn rejoins_its_lane(source: &mut Source) -> bool {
