@@ -76,8 +76,7 @@ impl Way {
 }
 
 /// The guests' workloads. The first item is the name in the ratios.
-const CASES: [(&str, &str); 3] =
-    [("idle", ""), ("static", "static=1024"), ("hot", "dirty=100 rest=0")];
+const CASES: [(&str, &str); 3] = [("idle", ""), ("static", "static=1024"), ("hot", "dirty=100")];
 
 /// Runs the benchmark. `quick` migrates a small guest once with each method.
 pub fn run(quick: bool) -> anyhow::Result<Results> {

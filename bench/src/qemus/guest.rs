@@ -32,7 +32,8 @@ pub struct Guest<'a> {
 impl<'a> Guest<'a> {
     /// Starts the guest and waits until it works.
     pub fn start(lab: &'a Lab, mib: u64, backend: Backend, workload: &str) -> anyhow::Result<Self> {
-        let workload = format!("{workload} beat={BEAT_US}");
+        // Unlike guests of tests it never rests.
+        let workload = format!("{workload} rest=0 beat={BEAT_US}");
         let machine = Machine { mib, backend, ..Machine::new(Version::V10_0, &workload) };
         // The name is unique within this benchmark.
         let name = format!("bench-{}", GUESTS.fetch_add(1, Ordering::Relaxed));

@@ -5,8 +5,7 @@
  * The kernel's command line sets the workload:
  * - `static=MIB` fills memory once and checks it forever.
  * - `dirty=MIB` rewrites memory continuously, checking each page before it writes it again.
- * - `rest=MICROSECONDS` sleeps after every 64 pages (default: 2000), which leaves the processors to
- *   other tests.
+ * - `rest=MICROSECONDS` sleeps after every 64 pages, which leaves the processors to other tests.
  * - `disk=MIB` reads and writes the first disk.
  * - `net=PORT` exchanges datagrams with a port of the host.
  * - `churn=MIB` allocates and frees memory.
@@ -121,15 +120,10 @@ static void check_pages(struct area *area, unsigned count, uint64_t *static_roun
     }
 }
 
-static uint64_t option_or(const char *line, const char *name, uint64_t otherwise)
-{
-    const char *at = strstr(line, name);
-    return at ? strtoull(at + strlen(name), 0, 10) : otherwise;
-}
-
 static uint64_t option(const char *line, const char *name)
 {
-    return option_or(line, name, 0);
+    const char *at = strstr(line, name);
+    return at ? strtoull(at + strlen(name), 0, 10) : 0;
 }
 
 int main(void)
@@ -154,7 +148,7 @@ int main(void)
 
     struct area fixed = make_area(option(line, " static="), 0), programs = make_area(option(line, " program="), 1);
     struct area hot = make_area(option(line, " dirty="), 0), hot_programs = make_area(option(line, " hot="), 1);
-    uint64_t rest = option_or(line, " rest=", 2000);
+    uint64_t rest = option(line, " rest=");
     uint64_t static_rounds = 0, last = now_us(), said = 0, longest_gap = 0, gap_since_said = 0;
     setvbuf(stdout, 0, _IOLBF, 0);
     printf("vmferry-guest ready=1\n");

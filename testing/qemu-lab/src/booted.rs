@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use serde_json::{Value, json};
 use vmferry_kit::Exclusive;
 
-use crate::machine::kernel;
+use crate::machine::{REST, kernel};
 use crate::{Backend, Guest, Machine, Monitor, Qemu, World, initramfs, packages};
 
 /// A booting guest needs a whole CPU: several at once would not be up in time. And each state is
@@ -54,7 +54,7 @@ impl Machine {
         // A state does not depend on the backends of the memory, but on its blocks.
         let backend = if self.backend == Backend::TwoNodes { self.backend } else { Backend::File };
         let any = Machine { memory_directory: None, backend, backend_options: "", ..self.clone() };
-        format!("{any:?}").hash(&mut key);
+        (format!("{any:?}"), REST).hash(&mut key);
         let path = directory().join(format!("{:016x}", key.finish()));
         if !path.exists() {
             let unique = path.with_extension(std::process::id().to_string());

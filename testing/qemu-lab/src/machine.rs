@@ -9,6 +9,10 @@ use std::process::{Child, Command, Stdio};
 
 use crate::{Qemu, Version, World, bare_metal, initramfs, packages};
 
+/// Part of the command line of a Linux guest whose workload has no `rest=`: it computes for as long
+/// as its test takes, and leaves the processors to other tests.
+pub(crate) const REST: &str = "rest=2000";
+
 /// The configuration of a QEMU.
 #[derive(Clone, Debug)]
 pub struct Machine {
@@ -218,7 +222,8 @@ impl Machine {
                 add(&[&"-kernel", &kernel(), &"-initrd", &initramfs::path(crate::packages())]);
                 // On a busy machine the kernel's check of its timer fails.
                 let quiet = "console=ttyS0 quiet panic=-1 no_timer_check";
-                add(&[&"-append", &format!("{quiet} {}", self.workload)]);
+                // The guest takes the first `rest=`.
+                add(&[&"-append", &format!("{quiet} {} {REST}", self.workload)]);
             }
             Guest::BareMetal => {
                 let kvm = self.user.map_or_else(

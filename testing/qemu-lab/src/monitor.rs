@@ -41,8 +41,8 @@ impl Monitor {
         }
     }
 
-    /// Sends an order in one write: QEMU executes it as soon as its last brace has come, and once it
-    /// has quit, a line feed that follows in a write of its own fails.
+    /// Sends an order in one write: QEMU executes it as soon as its last brace has come, and once
+    /// it has quit, a line feed that follows in a write of its own fails.
     fn send(&mut self, order: &Value) -> std::io::Result<()> {
         self.orders.write_all(format!("{order}\n").as_bytes())
     }
