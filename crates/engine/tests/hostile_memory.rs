@@ -81,8 +81,9 @@ impl Victim {
             .spawn()
             .unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        // With one processor, libtest prints the test's name before it on the same line.
         let address = lines.find_map(|line| {
-            line.unwrap().strip_prefix("address ").map(|address| address.parse().unwrap())
+            line.unwrap().split_once("address ").map(|(_, address)| address.parse().unwrap())
         });
         // Its later output is not needed, and must not fill the pipe.
         std::thread::spawn(move || lines.for_each(drop));

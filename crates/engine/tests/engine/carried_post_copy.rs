@@ -126,19 +126,22 @@ fn guest_that_fits_the_limit_moves_without() {
     assert_eq!(*vm.written.lock().unwrap(), *taker.taken.lock().unwrap());
 }
 
-/// Until COMMIT every failure lets the guest run on at the source.
+/// Until COMMIT every failure lets the guest run on at the source. The destination is not ready
+/// before the source has noticed the loss: otherwise the guest may already be given by then.
 #[test]
 fn guest_stays_if_the_link_is_lost_before_it_is_given() {
     for channels in [Channels::All, Channels::Control, Channels::Lane(1), Channels::Lane(2)] {
-        let (mut scenario, vm, taker) = never_stops();
+        let (mut scenario, vm, mut taker) = never_stops();
+        let is_noticed = Arc::new(AtomicBool::new(false));
+        taker.loads_when = Some(Arc::clone(&is_noticed));
         let path = scenario.directory.path().join("link.sock");
         let cutter = Cutter::start(path, &scenario.listen_at, Vec::new()).with_tunnels_from(1);
         scenario.dial = Some(cutter.address());
         scenario.source.timeouts.reconnect = Duration::from_millis(100);
-        let (outcome, received) = scenario.run_streamed(vm, taker, |report| {
-            if let Report::PostCopy { .. } = report {
-                cutter.cut_now(channels, Duration::from_secs(600));
-            }
+        let (outcome, received) = scenario.run_streamed(vm, taker, |report| match report {
+            Report::PostCopy { .. } => cutter.cut_now(channels, Duration::from_secs(600)),
+            Report::LinkLost { .. } => is_noticed.store(true, Ordering::SeqCst),
+            _ => {}
         });
         let (vm, error) = kept(outcome);
         assert!(vm.runs.load(Ordering::SeqCst), "{channels:?}: {error}");
