@@ -1,10 +1,12 @@
 //! What both models have in common: exploring a whole state space, and whether a world without
 //! faults reaches its goal.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::fmt::Display;
 use std::hash::Hash;
 
+use ahash::{HashSet, HashSetExt, RandomState};
+use indexmap::IndexSet;
 use parking_lot::Mutex;
 use stateright::{Checker, Expectation, HasDiscoveries, Model, Property};
 
@@ -76,9 +78,9 @@ pub(crate) type Known<W> = Mutex<HashSet<W>>;
 /// The worlds without faults after one of them.
 struct Future<W> {
     /// All, up to those that are known to settle.
-    reached: HashSet<W>,
-    /// Those from which the goal is reachable.
-    settling: HashSet<W>,
+    reached: IndexSet<W, RandomState>,
+    /// For each of them, whether the goal is reachable from it.
+    settles: Vec<bool>,
 }
 
 /// Whether the goal is reachable from this world and from all of its successors. Then every fair
@@ -93,10 +95,10 @@ pub(crate) fn settles<M: Explorable>(
     if known.contains(world) {
         return true;
     }
-    let Future { reached, settling } = future(model, world, &known, goal);
-    let all = reached.iter().all(|world| settling.contains(world));
+    let Future { reached, settles } = future(model, world, &known, goal);
+    let all = settles.iter().all(|settles| *settles);
     if all {
-        known.extend(settling);
+        known.extend(reached);
     }
     all
 }
@@ -107,11 +109,11 @@ pub(crate) fn path_to_dead_end<M: Explorable>(
     from: &M::State,
     goal: impl Fn(&M::State) -> bool,
 ) -> DeadEnd<M> {
-    let Future { settling, .. } = future(model, from, &HashSet::new(), goal);
-    let mut seen = HashSet::from([from.clone()]);
+    let Future { reached, settles } = future(model, from, &HashSet::new(), goal);
+    let mut seen: HashSet<_> = [from.clone()].into_iter().collect();
     let mut queue = VecDeque::from([(from.clone(), Vec::new())]);
     while let Some((at, path)) = queue.pop_front() {
-        if !settling.contains(&at) {
+        if reached.get_index_of(&at).is_some_and(|index| !settles[index]) {
             return (path, at);
         }
         for (action, next) in model.next_steps(&at) {
@@ -131,30 +133,31 @@ fn future<M: Explorable>(
     known: &HashSet<M::State>,
     goal: impl Fn(&M::State) -> bool,
 ) -> Future<M::State> {
-    let mut came_from: HashMap<_, Vec<_>> = HashMap::from([(from.clone(), vec![])]);
-    let mut queue = VecDeque::from([from.clone()]);
+    let mut reached = IndexSet::with_hasher(RandomState::default());
+    reached.insert(from.clone());
+    let mut came_from = vec![Vec::new()];
     let mut good = Vec::new();
-    while let Some(at) = queue.pop_front() {
-        if known.contains(&at) {
+    let mut at = 0;
+    while let Some(world) = reached.get_index(at) {
+        let is_known = known.contains(world);
+        if is_known || goal(world) {
             good.push(at);
-            continue;
         }
-        if goal(&at) {
-            good.push(at.clone());
+        let next = if is_known { Vec::new() } else { model.next_states(world) };
+        for world in next {
+            let (index, is_new) = reached.insert_full(world);
+            if is_new {
+                came_from.push(Vec::new());
+            }
+            came_from[index].push(at);
         }
-        for next in model.next_states(&at) {
-            let before = came_from.entry(next.clone()).or_insert_with(|| {
-                queue.push_back(next);
-                Vec::new()
-            });
-            before.push(at.clone());
-        }
+        at += 1;
     }
-    let mut settling = HashSet::new();
+    let mut settles = vec![false; reached.len()];
     while let Some(at) = good.pop() {
-        if settling.insert(at.clone()) {
-            good.extend(came_from[&at].iter().cloned());
+        if !std::mem::replace(&mut settles[at], true) {
+            good.extend(&came_from[at]);
         }
     }
-    Future { reached: came_from.into_keys().collect(), settling }
+    Future { reached, settles }
 }

@@ -1,13 +1,11 @@
 //! The state space: the possible actions in each state, and the checked properties.
 
-use parking_lot::Mutex;
-use std::collections::HashSet;
-
 use stateright::{Model, Property};
 use strum::{IntoStaticStr, VariantArray};
 use vmferry_handover::{DestinationState, OperatorWord, SessionKind, SourceState};
 
 use crate::action::Action;
+use crate::explorer::Known;
 use crate::world::{DestinationGuest, SourceGuest, World};
 
 /// The property that is checked after faults end.
@@ -101,7 +99,7 @@ pub struct Handover {
     /// The only property to check; `None` checks all.
     pub only: Option<&'static str>,
     /// Fault-free states from which a settled state is known to be reachable.
-    pub(crate) settling: Mutex<HashSet<World>>,
+    pub(crate) settling: Known<World>,
 }
 
 impl Handover {

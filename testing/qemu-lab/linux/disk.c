@@ -14,6 +14,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #define CHUNK_BYTES 262144ull
@@ -25,6 +26,7 @@
 _Atomic uint64_t disk_rounds, disk_errors;
 
 static uint64_t chunks;
+static struct timespec pause_after_chunk;
 static int file;
 
 static void fill_chunk(uint64_t *words, uint64_t generation, uint64_t chunk)
@@ -65,6 +67,8 @@ static void *work(void *first)
             uint64_t *here = area + chunk * (CHUNK_BYTES / 8);
             check_chunk(here, sweep & 1, chunk);
             move(0, ~sweep & 1, chunk, here);
+            if (pause_after_chunk.tv_nsec)
+                nanosleep(&pause_after_chunk, 0);
             if (chunk / THREADS % WRITTEN)
                 continue;
             move(0, 2, chunk, one);
@@ -77,8 +81,9 @@ static void *work(void *first)
     return 0;
 }
 
-void start_disk(uint64_t mib)
+void start_disk(uint64_t mib, uint64_t rest_us)
 {
+    pause_after_chunk.tv_nsec = (long)rest_us * 1000;
     chunks = (mib << 20) / CHUNK_BYTES;
     file = open("/dev/vda", O_RDWR | O_DIRECT);
     for (uintptr_t first = 0; first < THREADS; first++) {

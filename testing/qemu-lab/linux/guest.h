@@ -36,7 +36,7 @@ uint64_t program_word(uint64_t page, unsigned word);
 extern _Atomic uint64_t corruptions;
 
 /* Each starts a thread that works forever and counts its work. */
-void start_disk(uint64_t mib);
+void start_disk(uint64_t mib, uint64_t rest_us);
 void start_network(uint64_t port);
 void start_churn(uint64_t mib);
 void start_beat(uint64_t period_us);

@@ -5,7 +5,8 @@
  * The kernel's command line sets the workload:
  * - `static=MIB` fills memory once and checks it forever.
  * - `dirty=MIB` rewrites memory continuously, checking each page before it writes it again.
- * - `rest=MICROSECONDS` sleeps after every 64 pages, which leaves the processors to other tests.
+ * - `rest=MICROSECONDS` sleeps after every 64 pages, and four times as long after every chunk of the
+ *   disk, which leaves the processors to other tests.
  * - `disk=MIB` reads and writes the first disk.
  * - `net=PORT` exchanges datagrams with a port of the host.
  * - `churn=MIB` allocates and frees memory.
@@ -136,9 +137,9 @@ int main(void)
         line[0] = 0;
 
     load_modules();
-    uint64_t disk = option(line, " disk="), port = option(line, " net="), churn = option(line, " churn=");
+    uint64_t rest = option(line, " rest="), disk = option(line, " disk="), port = option(line, " net="), churn = option(line, " churn=");
     if (disk)
-        start_disk(disk);
+        start_disk(disk, 4 * rest);
     if (port)
         start_network(port);
     if (churn)
@@ -148,15 +149,14 @@ int main(void)
 
     struct area fixed = make_area(option(line, " static="), 0), programs = make_area(option(line, " program="), 1);
     struct area hot = make_area(option(line, " dirty="), 0), hot_programs = make_area(option(line, " hot="), 1);
-    uint64_t rest = option(line, " rest=");
     uint64_t static_rounds = 0, last = now_us(), said = 0, longest_gap = 0, gap_since_said = 0;
     setvbuf(stdout, 0, _IOLBF, 0);
     printf("vmferry-guest ready=1\n");
     for (;;) {
         dirty_pages(&hot, 64);
         dirty_pages(&hot_programs, 64);
-        check_pages(&fixed, 16, &static_rounds);
-        check_pages(&programs, 16, &static_rounds);
+        check_pages(&fixed, rest ? 64 : 16, &static_rounds);
+        check_pages(&programs, rest ? 64 : 16, &static_rounds);
         uint64_t rest_us = hot.pages || hot_programs.pages ? rest : 1000;
         if (rest_us) {
             struct timespec pause = {0, (long)rest_us * 1000};

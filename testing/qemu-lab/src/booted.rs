@@ -1,4 +1,4 @@
-//! Guests that are already booted. Linux takes five seconds of CPU time until its program runs; a
+//! Guests that are already booted. Linux takes two seconds of CPU time until its program runs; a
 //! state that was saved at that point loads in half a second. The bare-metal guest boots as fast.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -18,12 +18,13 @@ const BOOTING: &str = "booting-qemu";
 impl Machine {
     /// Starts a QEMU, and waits until its guest works. A Linux guest continues from the saved state
     /// of an equal one after its boot, unless its devices use files of the test, it runs as another
-    /// user or in another network, or QEMU may not start the program that reads the state.
+    /// user or in another network, QEMU may not start the program that reads the state, or its
+    /// memory is large: QEMU reads all of it when it loads a state, also what was never written.
     pub fn start_booted(&self, world: &World, name: &str) -> Qemu {
         let elsewhere = self.user.is_some() || self.namespace.is_some();
         let forbids = |device: &String| device.contains('/') || device.contains("spawn=deny");
-        let linux = self.guest != Guest::BareMetal;
-        if linux && (elsewhere || self.devices.iter().any(forbids)) {
+        let must_boot = elsewhere || self.mib > 1024 || self.devices.iter().any(forbids);
+        if self.guest != Guest::BareMetal && must_boot {
             let _alone = Exclusive::lock(BOOTING);
             let mut qemu = self.start(world, name);
             works(&mut qemu);

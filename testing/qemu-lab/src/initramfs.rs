@@ -2,6 +2,7 @@
 //!
 //! Source: Linux `Documentation/driver-api/early-userspace/buffer-format.rst`.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -20,47 +21,69 @@ const MODULES: [&str; 10] = [
     "drivers/virtio/virtio_balloon.ko",
 ];
 
-/// The archive, built once per process.
+/// The parts of the guest's program.
+const SOURCES: [&str; 7] =
+    ["main.c", "modules.c", "disk.c", "network.c", "churn.c", "beat.c", "program.c"];
+
+/// The archive. It is built again if what it is made of has changed.
 pub fn path(directory: &Path) -> &'static Path {
     static MADE: OnceLock<PathBuf> = OnceLock::new();
     MADE.get_or_init(|| {
-        let unique = directory.join(format!("initramfs.{}", std::process::id()));
-        std::fs::write(&unique, archive(directory)).expect("the initramfs can be written");
-        // Several tests may do this at the same time: each replaces the file by equal content.
-        let path = directory.join("initramfs");
-        std::fs::rename(&unique, &path).expect("the initramfs can be put in its place");
+        let modules = modules(directory);
+        let mut content = DefaultHasher::new();
+        modules.hash(&mut content);
+        for file in SOURCES.iter().chain(&["guest.h"]) {
+            std::fs::read(sources().join(file)).expect("a source is there").hash(&mut content);
+        }
+        let path = directory.join(format!("initramfs-{:016x}", content.finish()));
+        if !path.exists() {
+            // Several tests may do this at the same time: each replaces the file by equal content.
+            let unique = directory.join(format!("initramfs.{}", std::process::id()));
+            std::fs::write(&unique, archive(&program(directory), &modules))
+                .expect("the initramfs can be written");
+            std::fs::rename(&unique, &path).expect("the initramfs can be put in its place");
+        }
         path
     })
 }
 
-fn archive(directory: &Path) -> Vec<u8> {
-    let mut archive = entry("dev", 0o40755, (0, 0), &[]);
-    archive.extend(entry("dev/console", 0o20600, (5, 1), &[]));
-    archive.extend(entry("init", 0o100_755, (0, 0), &program(directory)));
-    archive.extend(entry("modules", 0o40755, (0, 0), &[]));
+fn sources() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("linux")
+}
+
+/// The modules' files.
+fn modules(directory: &Path) -> Vec<Vec<u8>> {
     let modules = directory.join("kernel/lib/modules");
     let release = std::fs::read_dir(&modules)
         .and_then(|mut found| found.next().transpose())
         .expect("the kernel's modules can be listed")
         .expect("the kernel has modules")
         .path();
-    for (number, module) in MODULES.iter().enumerate() {
-        let content = std::fs::read(release.join("kernel").join(module))
-            .unwrap_or_else(|error| panic!("{module}: {error}"));
-        archive.extend(entry(&format!("modules/{number:02}.ko"), 0o100_644, (0, 0), &content));
+    let read = |module: &&str| {
+        std::fs::read(release.join("kernel").join(module))
+            .unwrap_or_else(|error| panic!("{module}: {error}"))
+    };
+    MODULES.iter().map(read).collect()
+}
+
+fn archive(program: &[u8], modules: &[Vec<u8>]) -> Vec<u8> {
+    let mut archive = entry("dev", 0o40755, (0, 0), &[]);
+    archive.extend(entry("dev/console", 0o20600, (5, 1), &[]));
+    archive.extend(entry("init", 0o100_755, (0, 0), program));
+    archive.extend(entry("modules", 0o40755, (0, 0), &[]));
+    for (number, module) in modules.iter().enumerate() {
+        archive.extend(entry(&format!("modules/{number:02}.ko"), 0o100_644, (0, 0), module));
     }
     archive.extend(entry("TRAILER!!!", 0, (0, 0), &[]));
     archive
 }
 
 fn program(directory: &Path) -> Vec<u8> {
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("linux");
-    let files = ["main.c", "modules.c", "disk.c", "network.c", "churn.c", "beat.c", "program.c"];
     let program = directory.join(format!("init.{}", std::process::id()));
     let built = Command::new("cc")
         .args(["-O2", "-static", "-pthread", "-Wall", "-Wextra", "-Werror", "-o"])
         .arg(&program)
-        .args(files.map(|file| sources.join(file)))
+        .args(SOURCES.map(|file| sources().join(file)))
         .status()
         .expect("there is a C compiler: `make setup`");
     assert!(built.success(), "linux does not compile");

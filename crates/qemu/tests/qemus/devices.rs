@@ -36,9 +36,9 @@ fn direct_io_of_a_disk_loses_no_data() {
     ];
     for (version, way) in if all() { ways } else { &ways[..2] } {
         let world = World::new();
-        let disk = world.disk(288);
+        let disk = world.disk(144);
         let drive = format!("if=none,id=disk,format=raw,file={},{way}", disk.display());
-        let machine = Machine::new(*version, "dirty=40 disk=96").with(&[
+        let machine = Machine::new(*version, "dirty=40 disk=48").with(&[
             "-drive",
             &drive,
             "-device",
@@ -46,7 +46,7 @@ fn direct_io_of_a_disk_loses_no_data() {
         ]);
         let mut here = machine.start(&world, "qemu-0");
         grows(&mut here, "disk_rounds", 1);
-        for number in 1..=if all() { 4 } else { 2 } {
+        for number in 1..=if all() { 4 } else { 1 } {
             let mut there = machine.incoming(&world, &format!("qemu-{number}"));
             // If the system allows it, requests are slowed down, so that one is pending at any
             // moment.

@@ -151,7 +151,7 @@ fn q35_guests_move_on_kvm() {
     travel(
         "q35",
         &[
-            (Version::V10_0, Memory::Of(Backend::File), Way::Attached, 2),
+            (Version::V10_0, Memory::Of(Backend::File), Way::Attached, 1),
             (Version::V7_2, Memory::Of(Backend::Memfd), Way::Attached, 4),
         ],
     );

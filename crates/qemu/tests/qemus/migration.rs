@@ -36,19 +36,19 @@ fn machines() -> Vec<Machine> {
         let newest = version == Version::V10_0;
         let machine = |workload: &str| Machine::new(version, workload);
         if all || newest {
-            machines.push(Machine { vcpus: 2, ..machine("static=40 dirty=20") });
             // QEMU carries video memory; memory above 4 GiB is the same block at another address.
-            let large = Machine { mib: 4096, ..machine("dirty=10") };
+            let large = Machine { mib: 4096, vcpus: 2, ..machine("static=40 dirty=20") };
             machines.push(large.with(&["-device", "VGA"]));
         }
         if all || !newest {
             let backend = Backend::TwoNodes;
             machines.push(Machine { backend, kind: "pc", ..machine("static=60 dirty=10") });
         }
-        if version == Version::V7_2 {
+        if all && !newest {
             machines.push(Machine { backend: Backend::Memfd, ..machine("dirty=20") });
         }
         if all {
+            machines.push(Machine { vcpus: 2, ..machine("static=40 dirty=20") });
             machines.push(machine("static=10"));
             machines.push(Machine { mib: 512, ..machine("dirty=100") });
             machines.push(Machine { kind: "pc", vcpus: 2, ..machine("static=100 dirty=5") });
