@@ -57,11 +57,35 @@ impl TlsSocket {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     ready!(self.socket.poll_write_ready(context))?;
                 }
-                Err(error) => return Poll::Ready(Err(error)),
+                Err(error) => return Poll::Ready(Err(self.reason(error))),
             }
         }
         self.waiting_bytes = 0;
         Poll::Ready(Ok(()))
+    }
+
+    /// The reason for the failure of a write: if the peer said why before it closed the connection,
+    /// that has been received, but a write fails before it is read.
+    fn reason(&mut self, error: io::Error) -> io::Error {
+        loop {
+            while !self.pending.is_empty() {
+                let mut fresh = &self.received[self.pending.clone()];
+                match self.connection.read_tls(&mut fresh) {
+                    Ok(length) if length > 0 => self.pending.start += length,
+                    // Its plaintext has to be read before.
+                    _ => return error,
+                }
+                if let Err(reason) = self.connection.process_new_packets() {
+                    self.failure = Some(reason.clone());
+                    self.pending = 0..0;
+                    return io::Error::other(reason);
+                }
+            }
+            match self.socket.try_read(&mut self.received) {
+                Ok(length) if length > 0 => self.pending = 0..length,
+                _ => return error,
+            }
+        }
     }
 
     /// Decrypts received data until there is plaintext. Returns `false` if more must be received.

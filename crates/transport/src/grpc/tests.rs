@@ -1,7 +1,9 @@
 //! A listener against another gRPC library, and against peers that do not speak gRPC. The client is
 //! tonic's, with its own framing.
 
+use std::future::poll_fn;
 use std::io::{Read, Write};
+use std::net::TcpListener;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -11,8 +13,10 @@ use bytes::{Buf, BufMut, Bytes};
 use http::{Request, Response, uri::PathAndQuery};
 use hyper::body::Incoming;
 use hyper::client::conn::http2::SendRequest;
+use hyper::rt::Write as _;
+use rustix::net::sockopt::set_socket_linger;
 use rustls::pki_types::ServerName;
-use rustls::{ClientConnection, Connection};
+use rustls::{ClientConnection, Connection, ServerConnection};
 use tonic::body::Body;
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::{Code, Status};
@@ -212,4 +216,40 @@ fn peer_without_grpc_is_refused_with_a_reason() {
         assert!(matches!(error, TransportError::NotOurCall { .. }), "{error:?}");
         assert!(error.to_string().contains("not HTTP/2"), "{error}");
     });
+}
+
+/// The peer's alert arrives, and then a reset. A write that fails before the alert is read reports
+/// the alert.
+#[test]
+fn failed_write_reports_what_the_peer_said_before_it_closed_the_connection() {
+    let pki = Pki::new();
+    let identity = pki.local("a");
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let socket = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let refusing = std::thread::spawn(move || {
+        let stream = Stream::Tcp(listener.accept().unwrap().0);
+        let connection = ServerConnection::new(identity.server_config(ALPN)).unwrap();
+        let refused = shake_hands(&stream, Connection::Server(connection), ALPN, "it", TIMEOUT);
+        assert!(refused.unwrap_err().is_authentication());
+        // The system resets the connection when it is closed, as if unread data were left.
+        let Stream::Tcp(socket) = stream else { unreachable!() };
+        set_socket_linger(&socket, Some(Duration::ZERO)).unwrap();
+    });
+    let stream = Stream::Tcp(socket);
+    let name = ServerName::try_from("127.0.0.1").unwrap();
+    let connection = ClientConnection::new(pki.stranger().client_config(ALPN, None), name).unwrap();
+    let connection = Connection::Client(connection);
+    let connection = shake_hands(&stream, connection, ALPN, "it", TIMEOUT).unwrap();
+    refusing.join().unwrap();
+    let flow = Arc::new(flow::Flow::default());
+    let socket = to_tokio(runtime().unwrap(), &stream).unwrap();
+    let mut socket = socket::TlsSocket::new(socket, connection, Arc::clone(&flow));
+    let error = runtime().unwrap().block_on(async {
+        let mut written = async |bytes: &[u8]| {
+            poll_fn(|context| Pin::new(&mut socket).poll_write(context, bytes)).await?;
+            poll_fn(|context| Pin::new(&mut socket).poll_flush(context)).await
+        };
+        written(b"PRI * HTTP/2.0").await.unwrap_err()
+    });
+    assert!(TransportError::from_io(error, "it").is_authentication());
 }

@@ -72,6 +72,16 @@ impl Pki {
     pub(crate) fn local(&self, name: &str) -> Arc<TlsIdentity> {
         self.host(name, &["127.0.0.1", "localhost"], Validity::days(1))
     }
+
+    /// A host that trusts this authority and has a certificate of another one.
+    #[cfg(feature = "grpc")]
+    pub(crate) fn stranger(&self) -> TlsIdentity {
+        let other = Self::new();
+        other.local("stranger");
+        let theirs = other.directory.path().join("stranger");
+        let ca = self.directory.path().join("ca/ca.pem");
+        TlsIdentity::load(&ca, &theirs.join("host.pem"), &theirs.join("host.key")).unwrap()
+    }
 }
 
 fn load(directory: &Path) -> Result<TlsIdentity, TransportError> {
