@@ -1,5 +1,7 @@
 //! The benchmarks of the engine: `engine`, `compression`, `free-pages`.
 
+use serde_json::Value;
+
 use super::{assert_positive, assert_ratios, rows, run, run_with_plots};
 
 #[test]
@@ -34,6 +36,12 @@ fn free_pages_prints_the_documented_json() {
     }
 }
 
+fn converges_only_compressed(results: &Value) -> bool {
+    let outcomes = results["converge"].as_array().unwrap();
+    let outcome = |way: &str| &outcomes.iter().find(|row| row["way"] == way).unwrap()["outcome"];
+    outcome("none") == "refused" && outcome("auto") == "handed over"
+}
+
 #[test]
 fn compression_prints_the_documented_json() {
     let results = run_with_plots("compression");
@@ -61,14 +69,8 @@ fn compression_prints_the_documented_json() {
         ],
     );
     assert!(results["ratios"]["allocations_per_page"].as_f64() < Some(1.0), "{results}");
-    let outcomes = results["converge"].as_array().unwrap();
-    // Which of them converge depends on the machine.
-    for way in ["none", "auto"] {
-        let row = outcomes.iter().find(|row| row["way"] == way).unwrap();
-        assert!(
-            ["handed over", "refused"].iter().any(|outcome| row["outcome"] == *outcome),
-            "{row}"
-        );
-    }
+    // On a machine with too little processor time even a compressed guest may not converge.
+    let again = || converges_only_compressed(&run_with_plots("compression"));
+    assert!(converges_only_compressed(&results) || again() || again(), "{results}");
     assert!(results["codecs"].as_array().is_some_and(|codecs| codecs.len() >= 8), "{results}");
 }

@@ -4,8 +4,8 @@
  * The disk has three parts of the same size. Two hold patterns, and are read alternately into one
  * memory area. Before a chunk is read again, it must still hold what the previous sweep has read,
  * so a page that the disk wrote and that was lost in a migration is found. A fraction of the third
- * part's chunks is written in each sweep and read back in the next. Several threads keep the disk
- * busy, so that a request is always pending.
+ * part's chunks is written in each sweep and read back in the next. Without a rest, several threads
+ * keep the disk busy, so that a request is always pending.
  */
 #define _GNU_SOURCE
 #include "guest.h"

@@ -137,7 +137,8 @@ int main(void)
         line[0] = 0;
 
     load_modules();
-    uint64_t rest = option(line, " rest="), disk = option(line, " disk="), port = option(line, " net="), churn = option(line, " churn=");
+    uint64_t rest = option(line, " rest=");
+    uint64_t disk = option(line, " disk="), port = option(line, " net="), churn = option(line, " churn=");
     if (disk)
         start_disk(disk, 4 * rest);
     if (port)

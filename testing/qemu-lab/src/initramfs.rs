@@ -31,7 +31,7 @@ pub fn path(directory: &Path) -> &'static Path {
     MADE.get_or_init(|| {
         let modules = modules(directory);
         let mut content = DefaultHasher::new();
-        modules.hash(&mut content);
+        (include_str!("initramfs.rs"), &modules).hash(&mut content);
         for file in SOURCES.iter().chain(&["guest.h"]) {
             std::fs::read(sources().join(file)).expect("a source is there").hash(&mut content);
         }

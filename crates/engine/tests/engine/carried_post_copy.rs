@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use crate::support::cutter::{Channels, Cutter};
@@ -132,15 +133,15 @@ fn guest_that_fits_the_limit_moves_without() {
 fn guest_stays_if_the_link_is_lost_before_it_is_given() {
     for channels in [Channels::All, Channels::Control, Channels::Lane(1), Channels::Lane(2)] {
         let (mut scenario, vm, mut taker) = never_stops();
-        let is_noticed = Arc::new(AtomicBool::new(false));
-        taker.loads_when = Some(Arc::clone(&is_noticed));
+        let (noticed, is_noticed) = channel();
+        taker.loads_when = Some(is_noticed);
         let path = scenario.directory.path().join("link.sock");
         let cutter = Cutter::start(path, &scenario.listen_at, Vec::new()).with_tunnels_from(1);
         scenario.dial = Some(cutter.address());
         scenario.source.timeouts.reconnect = Duration::from_millis(100);
         let (outcome, received) = scenario.run_streamed(vm, taker, |report| match report {
             Report::PostCopy { .. } => cutter.cut_now(channels, Duration::from_secs(600)),
-            Report::LinkLost { .. } => is_noticed.store(true, Ordering::SeqCst),
+            Report::LinkLost { .. } => drop(noticed.send(())),
             _ => {}
         });
         let (vm, error) = kept(outcome);

@@ -36,9 +36,11 @@ fn direct_io_of_a_disk_loses_no_data() {
     ];
     for (version, way) in if all() { ways } else { &ways[..2] } {
         let world = World::new();
-        let disk = world.disk(144);
+        // It does not rest, so that a request is always pending.
+        let (mib, hops) = if all() { (96, 4) } else { (48, 1) };
+        let disk = world.disk(3 * mib);
         let drive = format!("if=none,id=disk,format=raw,file={},{way}", disk.display());
-        let machine = Machine::new(*version, "dirty=40 disk=48").with(&[
+        let machine = Machine::new(*version, &format!("dirty=40 disk={mib} rest=0")).with(&[
             "-drive",
             &drive,
             "-device",
@@ -46,7 +48,7 @@ fn direct_io_of_a_disk_loses_no_data() {
         ]);
         let mut here = machine.start(&world, "qemu-0");
         grows(&mut here, "disk_rounds", 1);
-        for number in 1..=if all() { 4 } else { 1 } {
+        for number in 1..=hops {
             let mut there = machine.incoming(&world, &format!("qemu-{number}"));
             // If the system allows it, requests are slowed down, so that one is pending at any
             // moment.

@@ -166,7 +166,7 @@ fn harvests_wait_for_direct_io_without_stopping_the_guest() {
             disk.display()
         );
         let nodes = [file, "driver=raw,node-name=disk,file=file".to_owned()];
-        let mut machine = with_nodes(version, "dirty=40 disk=48", &nodes);
+        let mut machine = with_nodes(version, "dirty=40 disk=48 rest=0", &nodes);
         machine.devices[5] = "virtio-blk-pci,drive=disk,iothread=requests".into();
         let machine = machine.with(&["-object", "iothread,id=requests"]);
         let second: PathBuf = world.path("second.qmp");

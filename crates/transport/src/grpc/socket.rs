@@ -64,8 +64,8 @@ impl TlsSocket {
         Poll::Ready(Ok(()))
     }
 
-    /// The reason for the failure of a write: if the peer said why before it closed the connection,
-    /// that has been received, but a write fails before it is read.
+    /// Why a write has failed: what the peer said before it closed the connection, if it said
+    /// anything. Its alert may have arrived and not have been read yet.
     fn reason(&mut self, error: io::Error) -> io::Error {
         loop {
             while !self.pending.is_empty() {

@@ -142,6 +142,7 @@ fn carried_guest_waits_while_the_qemu_that_it_has_left_is_stopped() {
 /// QEMU has begun its post-copy by then, and does not go back by itself.
 #[test]
 fn carried_guest_runs_on_at_the_source_after_any_fault_before_commit() {
+    // A sample has one of two: each process on either host, or the link, is lost.
     let every = if all() { 1 } else { 2 };
     in_parallel(FAULTS.into_iter().rev().step_by(every).collect(), |(name, strike)| {
         println!("{name}");

@@ -3,9 +3,9 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use std::time::Duration;
 
 use super::streamer::answer_to;
 use vmferry::vmm::streamed::{LateEnd, LateStreams};
@@ -24,8 +24,8 @@ pub struct Taker {
     pub refuses_after: Option<usize>,
     /// It has loaded the guest after this number of bytes, and closes its sockets.
     pub loaded_after: Option<usize>,
-    /// It loads the guest only once this is set, as a slow VMM does.
-    pub loads_when: Option<Arc<AtomicBool>>,
+    /// It loads the guest once this has a message, as a slow VMM does.
+    pub loads_when: Option<Receiver<()>>,
     pub readers: Vec<JoinHandle<()>>,
     /// It makes this number of requests when the guest runs, with post-copy.
     pub requests: Option<u64>,
@@ -81,9 +81,9 @@ impl DestinationVm for Taker {
     }
 
     fn load(&mut self, _state: &[u8]) -> Result<(), VmError> {
-        let may_load = || self.loads_when.as_ref().is_none_or(|when| when.load(Ordering::SeqCst));
-        while !may_load() {
-            std::thread::sleep(Duration::from_millis(1));
+        if let Some(when) = &self.loads_when {
+            // Without a sender, the test is over.
+            let _ = when.recv();
         }
         if self.late.as_ref().is_some_and(|late| late.theirs.is_none()) {
             return Ok(());
