@@ -32,7 +32,6 @@ use crate::ram::Ram;
 use crate::settings::Settings;
 use crate::source::VMM;
 use crate::state;
-use crate::vcpu::Vcpu;
 use crate::view::{Looker, View};
 
 /// How long QEMU may take to answer. It must be less than the 30 s for which the source waits for
@@ -48,7 +47,6 @@ pub struct QemuDestination {
     /// The files of its memory; `None` if the process is not accessible.
     files: Option<MemoryFiles>,
     description: Description,
-    vcpu: Option<Vcpu>,
     settings: Settings,
     expected: Expected,
     /// A carried guest that is being received.
@@ -137,7 +135,6 @@ impl QemuDestination {
         }
         let description = Description::read(&mut qmp, 0)?;
         let (ram, files) = find_memory(&mut qmp, view)?;
-        let vcpu = Vcpu::read(&mut qmp)?;
         let settings = Settings::read(&mut qmp)?;
         let arrival = None;
         // Without a place, guests whose QEMU sends several streams are refused when they are
@@ -151,7 +148,6 @@ impl QemuDestination {
             ram,
             files,
             description,
-            vcpu,
             settings,
             expected,
             arrival,

@@ -6,6 +6,8 @@
 //! the guest was started with, by their `-cpu` names, and the destination's vCPUs must have all of
 //! them. Additional features do no harm.
 
+mod words;
+
 use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
@@ -46,6 +48,21 @@ impl Vcpu {
     /// # Errors
     /// QMP errors.
     pub fn read(qmp: &mut Qmp) -> Result<Option<Self>, QmpError> {
+        Self::read_features(qmp, |_| true)
+    }
+
+    /// The same with only those features that `other` has, which takes fewer commands.
+    ///
+    /// # Errors
+    /// QMP errors.
+    pub fn read_common(qmp: &mut Qmp, other: &Self) -> Result<Option<Self>, QmpError> {
+        Self::read_features(qmp, |name| other.features.contains(name))
+    }
+
+    fn read_features(
+        qmp: &mut Qmp,
+        is_wanted: impl Fn(&str) -> bool,
+    ) -> Result<Option<Self>, QmpError> {
         let vcpus = qmp.execute("query-cpus-fast", json!({}))?;
         let Some(path) = vcpus[0]["qom-path"].as_str().map(str::to_owned) else { return Ok(None) };
         let listed = match qmp.execute("qom-list", json!({ "path": path })) {
@@ -57,7 +74,7 @@ impl Vcpu {
         let mut names: BTreeSet<&str> = properties
             .filter(|property| property["type"] == "bool")
             .filter_map(|property| property["name"].as_str())
-            .filter(|name| is_feature(name))
+            .filter(|name| is_feature(name) && is_wanted(name))
             .collect();
         let get = |qmp: &mut Qmp, name: &str| {
             let value = qmp.execute("qom-get", json!({ "path": path, "property": name }));
@@ -66,13 +83,18 @@ impl Vcpu {
                 other => other,
             }
         };
-        if get(qmp, "vmx")? != true {
+        let in_words = words::read(qmp, &path)?;
+        let has = |qmp: &mut Qmp, name: &str| match in_words.get(name) {
+            Some(&has) => Ok(has),
+            None => get(qmp, name).map(|value| value == true),
+        };
+        if !has(qmp, "vmx")? {
             // About a hundred sub-features of a feature that is off.
             names.retain(|name| !name.starts_with("vmx-"));
         }
         let mut features = BTreeSet::new();
         for name in names {
-            if get(qmp, name)? == true {
+            if has(qmp, name)? {
                 features.insert(name.to_owned());
             }
         }

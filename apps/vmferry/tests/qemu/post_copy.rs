@@ -222,6 +222,7 @@ fn guest_that_lacks_pages_is_not_sent_on() {
     assert!(lacks_pages(moving.there.child.id()), "nothing was closed");
     let mut next = moving.receive_again();
     next.event("fetched");
+    next.event("found");
     moving.send.finish_by_ref().exited(0);
     moving.arrives();
 }

@@ -372,6 +372,12 @@ impl Drop for Running {
         // A process that has ended needs neither.
         let _ = self.child.kill();
         let _ = self.child.wait();
-        let _ = self.lines.read_to_end(&mut Vec::new());
+        let mut unread = Vec::new();
+        let _ = self.lines.read_to_end(&mut unread);
+        if std::thread::panicking() {
+            // For the report of the failed test.
+            let unread = String::from_utf8_lossy(&unread);
+            eprintln!("process {} had printed, unread: {unread}", self.child.id());
+        }
     }
 }

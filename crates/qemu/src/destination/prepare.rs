@@ -15,6 +15,7 @@ use crate::carried::{self, Arrival, Description, Offer};
 use crate::error::QemuError;
 use crate::machine::{self, Machine};
 use crate::proc_stat::host;
+use crate::qmp::Qmp;
 use crate::ram::{Block, Carrier};
 use crate::settings::Settings;
 use crate::vcpu::{self, Vcpu};
@@ -29,18 +30,6 @@ struct Offered {
 }
 
 impl QemuDestination {
-    /// Checks that this QEMU's vCPUs have the features that the guest uses. Where both sides list
-    /// their features, these decide, and the CPU model in `offered` is ignored.
-    fn compare_vcpus(&self, config: &[u8], offered: &mut Machine) -> Result<(), PrepareError> {
-        let theirs: Option<Vcpu> = vmferry::vmm::newer::optional(config, vcpu::MEMBER);
-        let (Some(theirs), Some(ours)) = (theirs, &self.vcpu) else { return Ok(()) };
-        let model = offered.cpu.take().unwrap_or_default();
-        match theirs.misses(ours, &model) {
-            Some(difference) => Err(PrepareError::Incompatible(difference)),
-            None => Ok(()),
-        }
-    }
-
     /// Prepares this QEMU's memory to receive an attached guest.
     pub(super) fn prepare_memory(&mut self, config: &[u8]) -> Result<Landing, PrepareError> {
         let ram = match &self.ram {
@@ -53,7 +42,7 @@ impl QemuDestination {
             }
         };
         let mut offered: Offered = parse(config)?;
-        self.compare_vcpus(config, &mut offered.machine)?;
+        compare_vcpus(&mut self.qmp, config, &mut offered.machine)?;
         if let Some(difference) = machine::difference(&offered.machine, &self.description.machine) {
             return Err(PrepareError::Incompatible(difference));
         }
@@ -82,7 +71,7 @@ impl QemuDestination {
     /// Lets this QEMU receive the streams of a carried guest.
     pub(super) fn prepare_streams(&mut self, config: &[u8]) -> Result<Landing, PrepareError> {
         let mut offered: Description = parse(config)?;
-        self.compare_vcpus(config, &mut offered.machine)?;
+        compare_vcpus(&mut self.qmp, config, &mut offered.machine)?;
         self.description.check(&offered)?;
         if let Some(files) = &self.files {
             files.nobody_else_is_seen().map_err(not_ours)?;
@@ -95,6 +84,21 @@ impl QemuDestination {
         let (arrival, streams) = begun.map_err(|error| PrepareError::Vm(error.into()))?;
         self.arrival = Some(arrival);
         Ok(Landing::Streams(streams))
+    }
+}
+
+/// Checks that a QEMU's vCPUs have the features that the guest uses. Where both sides list their
+/// features, these decide, and the CPU model in `offered` is ignored.
+fn compare_vcpus(qmp: &mut Qmp, config: &[u8], offered: &mut Machine) -> Result<(), PrepareError> {
+    let theirs: Option<Vcpu> = vmferry::vmm::newer::optional(config, vcpu::MEMBER);
+    let Some(theirs) = theirs else { return Ok(()) };
+    let ours = Vcpu::read_common(qmp, &theirs)
+        .map_err(|error| PrepareError::Vm(QemuError::from(error).into()))?;
+    let Some(ours) = ours else { return Ok(()) };
+    let model = offered.cpu.take().unwrap_or_default();
+    match theirs.misses(&ours, &model) {
+        Some(difference) => Err(PrepareError::Incompatible(difference)),
+        None => Ok(()),
     }
 }
 
