@@ -184,10 +184,10 @@ fn post_copy_over_a_broken_link_is_recorded_completely() {
     sending.event("serving");
     proxy.cut();
     sending.event("link-lost");
+    // While the link is lost, the guest can't have all its pages and end at the source.
+    a.run(&["set", "web", "--max-bandwidth", "none"]).exited(0);
     proxy.heal();
     sending.event("link-restored");
-    // Only shortens the test: the guest may have all its pages by now.
-    a.run(&["set", "web", "--max-bandwidth", "none"]);
     sending.finish().exited(0);
     vmm.finish().exited(0);
     next.event("serving");

@@ -294,8 +294,7 @@ fn carried_guest_uses_post_copy_only_if_it_is_stuck() {
     let idle = Machine { workload: "hot=2,rate=100".into(), ..private(on_kvm(Version::V10_0)) };
     let stuck = private(on_kvm(Version::V10_0));
     // On a busy host a few pages may take tens of milliseconds.
-    in_parallel(vec![(idle, "2s"), (stuck, "20ms")], |(machine, limit)| {
-        let is_stuck = limit == "20ms";
+    in_parallel(vec![(idle, "2s", false), (stuck, "20ms", true)], |(machine, limit, is_stuck)| {
         let mut scene = Scene::of(machine, Way::Carried);
         let tls = scene.world.tls();
         for policy in [["--post-copy", "auto"], ["--when-stuck", "post-copy"]] {

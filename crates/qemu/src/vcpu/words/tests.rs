@@ -1,7 +1,7 @@
 use std::collections::BTreeSet;
 
 use serde_json::json;
-use vmferry_qemu_lab::{Machine, Version, World};
+use vmferry_qemu_lab::{Machine, Qemu, Version, World};
 
 use super::*;
 
@@ -11,16 +11,20 @@ fn some<'a>(names: &[&'a str], bit: u32) -> BTreeSet<&'a str> {
     numbered.filter(|(number, _)| number >> bit & 1 == 1).map(|(_, &name)| name).collect()
 }
 
+/// A QEMU's monitor and the path of its first vCPU.
+fn vcpu(qemu: &Qemu) -> (Qmp, Value) {
+    let mut qmp = Qmp::connect(&qemu.qmp).unwrap();
+    let path = qmp.execute("query-cpus-fast", json!({})).unwrap()[0]["qom-path"].take();
+    (qmp, path)
+}
+
 /// Starts QEMUs with some of the features each, and compares what their words tell. Whether the
 /// accelerator has a feature does not matter.
 fn words_tell_the_features(machine: &Machine, is_tested: impl Fn(&str) -> bool) {
     let world = World::new();
-    let there = machine.start(&world, "all");
-    let listed = {
-        let mut qmp = Qmp::connect(&there.qmp).unwrap();
-        let path = qmp.execute("query-cpus-fast", json!({})).unwrap()[0]["qom-path"].take();
-        qmp.execute("qom-list", json!({ "path": path })).unwrap()
-    };
+    let any = machine.start(&world, "any");
+    let (mut qmp, path) = vcpu(&any);
+    let listed = qmp.execute("qom-list", json!({ "path": path })).unwrap();
     let listed: BTreeSet<&str> =
         listed.as_array().unwrap().iter().map(|it| it["name"].as_str().unwrap()).collect();
     let in_table: BTreeSet<&str> = WORDS
@@ -37,8 +41,7 @@ fn words_tell_the_features(machine: &Machine, is_tested: impl Fn(&str) -> bool) 
         let cpu: String = wanted.iter().map(|name| format!(",{name}=on")).collect();
         let machine = machine.clone().with(&["-cpu", &format!("base{cpu}")]);
         let qemu = machine.start(&world, &format!("some-{bit}"));
-        let mut qmp = Qmp::connect(&qemu.qmp).unwrap();
-        let path = qmp.execute("query-cpus-fast", json!({})).unwrap()[0]["qom-path"].take();
+        let (mut qmp, path) = vcpu(&qemu);
         let mut told = BTreeSet::new();
         // Features that the accelerator lacks are in the other property.
         for property in ["feature-words", "filtered-features"] {
@@ -53,7 +56,7 @@ fn words_tell_the_features(machine: &Machine, is_tested: impl Fn(&str) -> bool) 
 
 #[test]
 fn words_tell_each_feature_of_emulated_vcpus() {
-    for version in [Version::V7_2, Version::V10_0] {
+    for version in Version::ALL {
         let machine = Machine::new(version, "");
         words_tell_the_features(&machine, |name| !name.starts_with("kvm"));
     }
@@ -61,7 +64,7 @@ fn words_tell_each_feature_of_emulated_vcpus() {
 
 #[test]
 fn words_tell_each_feature_that_kvm_offers() {
-    for version in [Version::V7_2, Version::V10_0] {
+    for version in Version::ALL {
         let machine = Machine::on_kvm(version, "");
         words_tell_the_features(&machine, |name| name.starts_with("kvm"));
     }
