@@ -127,25 +127,52 @@ fn guest_that_fits_the_limit_moves_without() {
     assert_eq!(*vm.written.lock().unwrap(), *taker.taken.lock().unwrap());
 }
 
+/// When a link is lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Moment {
+    /// The source has stopped the guest.
+    Stopped,
+    /// The destination loads the guest.
+    Loading,
+}
+
 /// Until COMMIT every failure lets the guest run on at the source. The destination is not ready
-/// before the source has noticed the loss: otherwise the guest may already be given by then.
+/// before the source has noticed the loss, or has ended because of it: otherwise the guest may
+/// already be given by then.
 #[test]
 fn guest_stays_if_the_link_is_lost_before_it_is_given() {
-    for channels in [Channels::All, Channels::Control, Channels::Lane(1), Channels::Lane(2)] {
+    let channels = [Channels::All, Channels::Control, Channels::Lane(1), Channels::Lane(2)];
+    let at = |moment| channels.map(|channels| (moment, channels));
+    for (moment, channels) in at(Moment::Stopped).into_iter().chain(at(Moment::Loading)) {
         let (mut scenario, vm, mut taker) = never_stops();
-        let (noticed, is_noticed) = channel();
-        taker.loads_when = Some(is_noticed);
         let path = scenario.directory.path().join("link.sock");
         let cutter = Cutter::start(path, &scenario.listen_at, Vec::new()).with_tunnels_from(1);
         scenario.dial = Some(cutter.address());
         scenario.source.timeouts.reconnect = Duration::from_millis(100);
-        let (outcome, received) = scenario.run_streamed(vm, taker, |report| match report {
-            Report::PostCopy { .. } => cutter.cut_now(channels, Duration::from_secs(600)),
+        // A destination that is ready can't be told any more.
+        scenario.destination.timeouts.commit = Duration::from_millis(100);
+        let cutter = Arc::new(cutter);
+        let cut_at = move |now| {
+            if now == moment {
+                cutter.cut_now(channels, Duration::from_secs(600));
+            }
+        };
+        let (noticed, is_noticed) = channel();
+        taker.on_load = Some(Box::new({
+            let cut_at = cut_at.clone();
+            move || {
+                cut_at(Moment::Loading);
+                // A source that ends sends nothing, and drops the sender.
+                let _ = is_noticed.recv();
+            }
+        }));
+        let (outcome, received) = scenario.run_streamed(vm, taker, move |report| match report {
+            Report::PostCopy { .. } => cut_at(Moment::Stopped),
             Report::LinkLost { .. } => drop(noticed.send(())),
             _ => {}
         });
         let (vm, error) = kept(outcome);
-        assert!(vm.runs.load(Ordering::SeqCst), "{channels:?}: {error}");
+        assert!(vm.runs.load(Ordering::SeqCst), "{moment:?}, {channels:?}: {error}");
         nothing(received);
     }
 }

@@ -275,14 +275,14 @@ impl Scenario {
         })
     }
 
-    /// The same as [`run`](Self::run) for a carried guest.
+    /// The same as [`run`](Self::run) for a carried guest. `watch` is dropped when the source ends.
     pub fn run_streamed<D: DestinationVm>(
         &self,
         vm: Streamer,
         destination: D,
         mut watch: impl FnMut(&Report),
     ) -> (SourceOutcome<Streamer>, Received<D>) {
-        self.between(destination, |dialer| {
+        self.between(destination, move |dialer| {
             migrate_streamed(vm, dialer, self.source.clone(), &self.orders, &mut watch)
         })
     }

@@ -3,7 +3,6 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
@@ -24,8 +23,8 @@ pub struct Taker {
     pub refuses_after: Option<usize>,
     /// It has loaded the guest after this number of bytes, and closes its sockets.
     pub loaded_after: Option<usize>,
-    /// It loads the guest once this has a message, as a slow VMM does.
-    pub loads_when: Option<Receiver<()>>,
+    /// It is called when the guest is to be loaded, and may take as long as a slow VMM.
+    pub on_load: Option<Box<dyn FnMut() + Send>>,
     pub readers: Vec<JoinHandle<()>>,
     /// It makes this number of requests when the guest runs, with post-copy.
     pub requests: Option<u64>,
@@ -81,9 +80,8 @@ impl DestinationVm for Taker {
     }
 
     fn load(&mut self, _state: &[u8]) -> Result<(), VmError> {
-        if let Some(when) = &self.loads_when {
-            // Without a sender, the test is over.
-            let _ = when.recv();
+        if let Some(on_load) = &mut self.on_load {
+            on_load();
         }
         if self.late.as_ref().is_some_and(|late| late.theirs.is_none()) {
             return Ok(());
