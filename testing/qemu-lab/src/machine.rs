@@ -7,7 +7,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-use crate::{Qemu, Version, World, bare_metal, initramfs, packages};
+use crate::{Qemu, Version, World, bare_metal, initramfs, monitor, packages};
 
 /// Part of the command line of a Linux guest whose workload has no `rest=`: it computes for as long
 /// as its test takes, and leaves the processors to other tests.
@@ -149,9 +149,7 @@ impl Machine {
             ["ram", "node0", "node1"].map(|part| self.memory_file(world, name, part)).into();
         let console = console(world, name);
         let mut qemu = Qemu { child, qmp, console, log: log_path, memory };
-        qemu.wait_until("listens", |qemu| {
-            std::os::unix::net::UnixStream::connect(&qemu.qmp).is_ok()
-        });
+        qemu.wait_until("executes orders", |qemu| monitor::executes_orders(&qemu.qmp));
         qemu
     }
 

@@ -1,6 +1,7 @@
 //! A QMP client without vmferry, for QEMUs that are moved or prepared without it.
 
 use std::io::{BufRead, BufReader, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Instant;
@@ -8,6 +9,28 @@ use std::time::Instant;
 use serde_json::{Value, json};
 
 use crate::{LOOK_PERIOD, PATIENCE};
+
+/// Whether a QEMU executes orders. It listens, and greets its clients, before its machine and the
+/// files of its memory exist.
+pub(crate) fn executes_orders(qmp: &Path) -> bool {
+    let ask = || {
+        let mut orders = UnixStream::connect(qmp)?;
+        orders.set_read_timeout(Some(PATIENCE))?;
+        writeln!(orders, "{}", json!({ "execute": "qmp_capabilities" }))?;
+        let mut answers = BufReader::new(&orders);
+        let mut answer = String::new();
+        while !answer.contains("return") {
+            answer.clear();
+            if answers.read_line(&mut answer)? == 0 {
+                return Err(std::io::ErrorKind::UnexpectedEof.into());
+            }
+        }
+        // It serves one client at a time: the next one finds it free.
+        orders.shutdown(Shutdown::Write)?;
+        std::io::copy(&mut orders, &mut std::io::sink())
+    };
+    ask().is_ok()
+}
 
 /// A connection to the monitor of a QEMU.
 pub struct Monitor {

@@ -103,6 +103,13 @@ pub fn sentence(event: &Map<String, Value>) -> String {
             human::memory(number("memory_bytes")),
             number("lanes")
         ),
+        "authenticated" => {
+            let names = event.get("names").and_then(Value::as_array);
+            let name = names.and_then(|names| names.first()?.as_str());
+            format!("{} is {}", text("peer"), name.unwrap_or("a certificate without a name"))
+        }
+        "turned-away" => format!("turned {} away: {}", text("peer"), text("reason")),
+        "attempt-failed" => format!("still waiting: {}", text("reason")),
         "running" => "the guest runs at the destination".to_owned(),
         "fetching" => format!(
             "{} of its pages are still at the source, and are fetched while it runs",
@@ -203,6 +210,10 @@ mod tests {
                 r#"{"event":"serving","pages":1335}"#,
                 "the guest runs at the destination, and fetches 1,335 pages from here: keep both \
                  hosts running",
+            ),
+            (
+                r#"{"event":"authenticated","peer":"10.0.0.1:9","names":["host-a"]}"#,
+                "10.0.0.1:9 is host-a",
             ),
             // A VMM that answers on its control socket.
             (r#"{"event":"serving","name":"web","pid":7}"#, "serving: name web, pid 7"),

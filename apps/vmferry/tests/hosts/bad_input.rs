@@ -31,7 +31,7 @@ fn untrusted_certificates_are_refused() {
 
     let sent = a.run(&["send", "web", "--to", &address, "--tls", text(&stranger)]);
     sent.failed(4, "authority that this host does not trust");
-    destination.event_where(|event| event["reason"].is_string());
+    destination.event("turned-away");
     a.check_guest("web");
 
     // The other host trusts the destination, and the destination does not trust it.
@@ -43,7 +43,7 @@ fn untrusted_certificates_are_refused() {
     }
     let sent = a.run(&["send", "web", "--to", &address, "--tls", text(&half)]);
     sent.failed(4, "does not accept this host's certificate");
-    let turned_away = destination.event_where(|event| event["reason"].is_string());
+    let turned_away = destination.event("turned-away");
     assert!(turned_away["reason"].as_str().unwrap().contains("does not trust"), "{turned_away}");
     a.check_guest("web");
 
@@ -105,7 +105,7 @@ fn plain_and_tls_peers_refuse_each_other() {
     let as_tls = address.replace("tcp:", "tls:");
     let sent = a.run(&["send", "web", "--to", &as_tls, "--tls", &good]);
     assert!([Some(3), Some(4)].contains(&sent.code), "{sent:?}");
-    let turned_away = plain.event_where(|event| event["reason"].is_string());
+    let turned_away = plain.event("turned-away");
     assert!(turned_away["reason"].as_str().unwrap().contains("TLS"), "{turned_away}");
     a.check_guest("web");
     a.run(&["send", "web", "--to", &address]).failed(2, "neither encrypted nor authenticated");
@@ -124,7 +124,7 @@ fn destination_refuses_garbage_and_other_versions() {
     ] {
         let mut stream = TcpStream::connect(("127.0.0.1", port(&address))).unwrap();
         stream.write_all(bytes).unwrap();
-        let turned_away = destination.event_where(|event| event["reason"].is_string());
+        let turned_away = destination.event("turned-away");
         assert!(turned_away["reason"].as_str().unwrap().contains(said), "{turned_away}");
     }
     // A greeting of version 99: the answer names this side's versions.
@@ -135,7 +135,7 @@ fn destination_refuses_garbage_and_other_versions() {
     let mut reply = [0; 24];
     stream.read_exact(&mut reply).unwrap();
     assert_eq!(&reply[..14], b"VMFERRY\r\x01\x00\x01\x00\x02\x00");
-    let turned_away = destination.event_where(|event| event["reason"].is_string());
+    let turned_away = destination.event("turned-away");
     assert!(turned_away["reason"].as_str().unwrap().contains("99"), "{turned_away}");
 
     a.run(&["send", "web", "--to", &address, "--plain"]).exited(0);

@@ -218,7 +218,7 @@ fn probed_receiver_without_a_policy_rule_reveals_nothing_else() {
     is_bad(&ended, "admission", "error", "may not send guests here");
     assert!(ended.last()["other"]["link"].is_null(), "{ended:?}");
     assert!(ended.last()["other"]["host"]["kernel"].is_null(), "{ended:?}");
-    let said = running.event_where(|event| event["reason"].is_string());
+    let said = running.event("turned-away");
     assert!(said["reason"].as_str().unwrap().contains("may not send guests here"), "{said}");
     // A rule for other guests admits the host and not this guest.
     std::fs::write(&policy, rule("spiffe://vmferry/host/*", "db-*")).unwrap();
@@ -289,7 +289,7 @@ fn probed_receiver_ends_hostile_probes_and_answers_the_next_one() {
     let ask = ProbeMessage::Ask { guest: None };
     let echo = ProbeMessage::Echo { nonce: 1 };
     assert_eq!(said_to(&world, &address, std::slice::from_ref(&echo)).len(), HELLO_REPLY_BYTES);
-    let said = running.event_where(|event| event["reason"].is_string());
+    let said = running.event("turned-away");
     assert!(said["reason"].as_str().unwrap().contains("a probe begins with ASK"), "{said}");
     // The receiver closes each connection: otherwise `said_to` would not return.
     let many = [&[ask.clone()][..], &vec![echo; 1000]].concat();

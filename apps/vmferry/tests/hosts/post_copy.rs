@@ -212,7 +212,7 @@ fn fetch_is_seen_on_both_hosts_and_no_second_hop_begins() {
     assert!(progress["remaining_pages"].as_u64() > Some(0), "{progress}");
     let lost = b.wait_for("web", |status| {
         let fetch = &status["fetch"];
-        fetch["link_lost_ms"].as_f64() > Some(0.0) && fetch["faults"].as_u64() > Some(0)
+        fetch["link_lost_ms"].as_f64() > Some(0.0) && fetch["awaited_pages"].as_u64() > Some(0)
     });
     assert!(lost["fetch"]["lost_channels"].as_u64() > Some(0), "{lost}");
     fits("Status", &lost);
@@ -242,10 +242,8 @@ fn fetch_is_seen_on_both_hosts_and_no_second_hop_begins() {
     assert!(page.contains("Post-copy") && page.contains("source served pages"), "{page}");
     b.check_guest("web");
     run_ok(&b, &["quit", "web"]);
-    let lines = destination.finish().lines;
-    let record = text(&world.path("received.json")).to_owned();
-    std::fs::write(&record, lines.iter().map(|line| format!("{line}\n")).collect::<String>())
-        .unwrap();
-    let page = report(&b, &record);
+    let record = world.path("received.json");
+    destination.finish().exited(0).save(&record);
+    let page = report(&b, text(&record));
     assert!(page.contains("web moved") && page.contains("Waits for missing pages"), "{page}");
 }

@@ -52,15 +52,15 @@ fn policy_admits_sources_and_changes_while_listening() {
 
     let send = |tls: &str| a.run(&["send", "web", "--to", &address, "--tls", tls]);
     send(&sender).failed(4, "spiffe://vmferry/host/host-a may not send guest web");
-    let seen = destination.event_where(|event| event["key_exchange"].is_string());
+    let seen = destination.event("authenticated");
     assert_eq!(seen["names"][0], "spiffe://vmferry/host/host-a", "{seen}");
     assert_eq!(seen["key_exchange"], "X25519MLKEM768", "{seen}");
-    let said = destination.event_where(|event| event["reason"].is_string());
+    let said = destination.event("turned-away");
     let words = "the policy allows it other guests only";
     assert!(said["reason"].as_str().unwrap().contains(words), "{said}");
     a.check_guest("web");
     send(&world.tls()).failed(4, "spiffe://vmferry/host/test-host may not send guests here");
-    destination.event_where(|event| event["reason"].is_string());
+    destination.event("turned-away");
     a.check_guest("web");
 
     // A policy with a mistake is reported and changes nothing. Neither refusal ends `--once`.
@@ -71,7 +71,19 @@ fn policy_admits_sources_and_changes_while_listening() {
     replace(&policy, &rule("web"));
     send(&sender).exited(0);
     destination.event("serving");
-    world.host("b").check_guest("web");
+    let b = world.host("b");
+    b.check_guest("web");
+
+    // A report of it can be made, which names the hosts.
+    run_ok(&b, &["quit", "web"]);
+    let record = world.path("received.json");
+    destination.finish().exited(0).save(&record);
+    let page = world.path("received.html");
+    run_ok(&b, &["report", text(&record), "-o", text(&page)]);
+    let page = std::fs::read_to_string(page).unwrap();
+    for words in ["is spiffe://vmferry/host/host-a", "away: the destination refused: "] {
+        assert!(page.contains(words), "no `{words}`: {page}");
+    }
 }
 
 #[test]
@@ -90,7 +102,7 @@ fn revoked_host_is_refused_without_a_restart() {
     replace(&world.path("tls-host-b/crl.pem"), &crl);
     a.run(&["send", "web", "--to", &address, "--tls", &stolen]).failed(4, "it was revoked");
     destination.event("certificates");
-    let said = destination.event_where(|event| event["reason"].is_string());
+    let said = destination.event("turned-away");
     assert!(said["reason"].as_str().unwrap().contains("was revoked by its authority"), "{said}");
     a.check_guest("web");
 

@@ -57,8 +57,7 @@ fn qemu_output_of_a_failed_load_is_in_the_errors_of_both_sides() {
         // The next QEMU has output of its own.
         for _ in 0..2 {
             let sent = scene.send_tls(&address).finish();
-            let failed = receiving
-                .event_where(|event| event["reason"].is_string() && event["peer"].is_null());
+            let failed = receiving.event("attempt-failed");
             let why = failed["reason"].as_str().unwrap();
             assert!(why.contains("QEMU has printed: ") && why.contains(reason), "{why}");
             println!("{version:?} {way:?}: {why}\n{}", sent.last()["error"]["message"]);

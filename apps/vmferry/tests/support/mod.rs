@@ -131,6 +131,12 @@ impl Ended {
         self.code.map_or_else(|| "killed".into(), |code| format!("exit {code}"))
     }
 
+    /// Writes what it printed to a file, as a shell would.
+    pub fn save(&self, file: &Path) {
+        let lines: String = self.lines.iter().map(|line| format!("{line}\n")).collect();
+        std::fs::write(file, lines).unwrap();
+    }
+
     /// Checks its exit status.
     #[track_caller]
     pub fn exited(self, code: i32) -> Self {

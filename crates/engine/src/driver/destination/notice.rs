@@ -9,10 +9,8 @@ use crate::machine::destination::io::Report;
 
 /// A notification of a destination.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-#[serde(untagged)]
+#[serde(tag = "event", rename_all = "kebab-case")]
 pub enum Notice {
-    /// Progress of the session.
-    Session(Report),
     /// A source whose certificate was verified wants to migrate a guest.
     Authenticated {
         /// The source's address.
@@ -35,6 +33,9 @@ pub enum Notice {
         /// The reason.
         reason: String,
     },
+    /// Progress of the session, which has the names of its own events.
+    #[serde(untagged)]
+    Session(Report),
 }
 
 impl Notice {
@@ -48,5 +49,25 @@ impl Notice {
 
     pub(crate) fn turned_away(peer: &str, error: &MigrateError) -> Self {
         Self::TurnedAway { peer: peer.to_owned(), reason: chain(error) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_notice_is_an_event_with_a_name() {
+        let (peer, reason) = ("peer 1".to_owned(), "why".to_owned());
+        let names = Vec::new();
+        let authenticated = Notice::Authenticated { peer: peer.clone(), names, key_exchange: None };
+        for (notice, name) in [
+            (authenticated, "authenticated"),
+            (Notice::TurnedAway { peer, reason: reason.clone() }, "turned-away"),
+            (Notice::AttemptFailed { reason }, "attempt-failed"),
+            (Notice::Session(Report::Ready), "ready"),
+        ] {
+            assert_eq!(serde_json::to_value(&notice).unwrap()["event"], name, "{notice:?}");
+        }
     }
 }
