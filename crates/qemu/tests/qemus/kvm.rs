@@ -73,8 +73,10 @@ impl Case {
             ..Machine::on_kvm(self.version, "fill=16,incompressible hot=24,random,rate=40000")
         };
         if self.vcpus == 2 {
-            // The firmware that a user's guest has. It takes long to boot on PVM.
-            machine = machine.with(&["-bios", "bios-256k.bin"]);
+            // The firmware that QEMU gives a user's guest. It takes long to boot on PVM.
+            let is_pc = self.kind != "microvm";
+            let firmware = if is_pc { "bios-256k.bin" } else { "bios-microvm.bin" };
+            machine = machine.with(&["-bios", firmware]);
         }
         let mut mounted = None;
         match self.memory {
