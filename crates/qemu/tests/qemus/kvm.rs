@@ -136,43 +136,71 @@ fn check(qemu: &mut Qemu, before: &Said) -> Said {
     said
 }
 
-/// Runs the whole matrix of this machine type with `VMFERRY_TEST_ALL`, otherwise the given sample.
-fn travel(kind: &'static str, sample: &[(Version, Memory, Way, u32)]) {
+/// Runs the whole matrix of this machine type and number of vCPUs with `VMFERRY_TEST_ALL`, otherwise
+/// the given sample.
+fn travel(kind: &'static str, vcpus: u32, sample: Option<(Version, Memory, Way)>) {
     if all() {
-        return cases(kind).iter().for_each(Case::run);
+        let cases = cases(kind);
+        return cases.iter().filter(|case| case.vcpus == vcpus).for_each(Case::run);
     }
-    for &(version, memory, way, vcpus) in sample {
-        let case = Case { version, kind, memory, way, vcpus };
-        assert!(case.is_possible(), "{case:?}");
-        case.run();
-    }
+    let (version, memory, way) = sample.expect("a test without a sample is ignored");
+    let case = Case { version, kind, memory, way, vcpus };
+    assert!(case.is_possible(), "{case:?}");
+    case.run();
 }
 
 #[test]
-fn q35_guests_move_on_kvm() {
-    travel(
-        "q35",
-        &[
-            (Version::V10_0, Memory::Of(Backend::File), Way::Attached, 1),
-            (Version::V7_2, Memory::Of(Backend::Memfd), Way::Attached, 4),
-        ],
-    );
+fn q35_guests_with_one_vcpu_move_on_kvm() {
+    let sample = (Version::V10_0, Memory::Of(Backend::File), Way::Attached);
+    travel("q35", 1, Some(sample));
 }
 
 #[test]
-fn pc_guests_move_on_kvm() {
-    travel("pc", &[(Version::V7_2, Memory::Of(Backend::TwoNodes), Way::Attached, 2)]);
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn q35_guests_with_two_vcpus_move_on_kvm() {
+    travel("q35", 2, None);
 }
 
 #[test]
-fn microvm_guests_move_on_kvm() {
-    travel(
-        "microvm",
-        &[
-            (Version::V10_0, Memory::Hugetlbfs, Way::Attached, 4),
-            (Version::V7_2, Memory::Of(Backend::Private), Way::Carried, 1),
-        ],
-    );
+fn q35_guests_with_four_vcpus_move_on_kvm() {
+    let sample = (Version::V7_2, Memory::Of(Backend::Memfd), Way::Attached);
+    travel("q35", 4, Some(sample));
+}
+
+#[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn pc_guests_with_one_vcpu_move_on_kvm() {
+    travel("pc", 1, None);
+}
+
+#[test]
+fn pc_guests_with_two_vcpus_move_on_kvm() {
+    let sample = (Version::V7_2, Memory::Of(Backend::TwoNodes), Way::Attached);
+    travel("pc", 2, Some(sample));
+}
+
+#[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn pc_guests_with_four_vcpus_move_on_kvm() {
+    travel("pc", 4, None);
+}
+
+#[test]
+fn microvm_guests_with_one_vcpu_move_on_kvm() {
+    let sample = (Version::V7_2, Memory::Of(Backend::Private), Way::Carried);
+    travel("microvm", 1, Some(sample));
+}
+
+#[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn microvm_guests_with_two_vcpus_move_on_kvm() {
+    travel("microvm", 2, None);
+}
+
+#[test]
+fn microvm_guests_with_four_vcpus_move_on_kvm() {
+    let sample = (Version::V10_0, Memory::Hugetlbfs, Way::Attached);
+    travel("microvm", 4, Some(sample));
 }
 
 /// Whether KVM lets the guest skip the end-of-interrupt write to the LAPIC.
