@@ -328,7 +328,7 @@ mod tests {
         let output = std::process::Command::new("sh")
             .args(["-c", r#"trap "" XFSZ; ulimit -f 0; exec "$0" "$@""#])
             .arg(std::env::current_exe().unwrap())
-            .args(["--exact", test])
+            .arg(test)
             .env(FULL, directory.path())
             .output()
             .unwrap();

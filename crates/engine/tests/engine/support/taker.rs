@@ -23,7 +23,7 @@ pub struct Taker {
     pub refuses_after: Option<usize>,
     /// It has loaded the guest after this number of bytes, and closes its sockets.
     pub loaded_after: Option<usize>,
-    /// It is called when the guest is to be loaded, and may take as long as a slow VMM.
+    /// Called before the guest is loaded. It may take as long as a slow VMM does.
     pub on_load: Option<Box<dyn FnMut() + Send>>,
     pub readers: Vec<JoinHandle<()>>,
     /// It makes this number of requests when the guest runs, with post-copy.
