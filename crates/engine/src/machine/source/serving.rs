@@ -82,18 +82,26 @@ impl Phase {
             return self;
         }
         link.lost = Some(now);
-        match (common.kind, common.handover) {
-            (SessionKind::PostCopy, SourceState::Serving) => {
+        if common.kind != SessionKind::PostCopy {
+            return self;
+        }
+        match common.handover {
+            SourceState::Holding if self.awaits_fetching() => self.fail(common, now, error),
+            // It is opened again before it is needed.
+            SourceState::Holding | SourceState::Given | SourceState::Kept => self,
+            // The destination may use it already, before it is heard that it runs the guest.
+            SourceState::Committing { .. }
+            | SourceState::Committed
+            | SourceState::InDoubt { .. }
+            | SourceState::Serving => {
                 let (channel, reason) = (channel_name(Some(lane)), chain(&error));
                 common.report(Report::LinkLost { channel, reason });
-                common.redial_fetch_lane(lane, Duration::ZERO);
+                // Until this side serves pages, `begin_serving` does it.
+                if common.handover == SourceState::Serving {
+                    common.redial_fetch_lane(lane, Duration::ZERO);
+                }
                 self
             }
-            (SessionKind::PostCopy, SourceState::Holding) if self.awaits_fetching() => {
-                self.fail(common, now, error)
-            }
-            // It is opened again before it is needed, or redialed when this side serves pages.
-            _ => self,
         }
     }
 

@@ -219,6 +219,35 @@ fn fetch_lane_that_was_lost_during_the_handover_is_redialed() {
     assert!(redials.iter().any(redialed), "{redials:?}");
 }
 
+/// The destination fetches pages as soon as it runs the guest, and its word may come later.
+#[test]
+fn loss_of_a_fetch_lane_is_reported_once_whenever_it_is_noticed() {
+    let lost = |source: &mut Source| {
+        let is_lost = |report: &Report| matches!(report, Report::LinkLost { .. });
+        reports(source).into_iter().filter(is_lost).count()
+    };
+    let ready = || Input::Control(ControlMessage::Ready { digest: DIGEST, load_us: 0 });
+    for lost_before in 1..=3 {
+        let mut source = final_sent();
+        let mut counted = 0;
+        for step in 0..=3 {
+            if step == lost_before {
+                source.handle(NOW, lane_lost(FETCH, 0));
+                source.handle(NOW, lane_lost(FETCH, 0));
+            }
+            let input = match step {
+                0 => ready(),
+                1 => Input::CommitWritten(Ok(())),
+                2 => answer(&source, SessionWord::Fetching),
+                _ => Input::LaneRejoined { lane: FETCH, placed: 0 },
+            };
+            source.handle(NOW, input);
+            counted += lost(&mut source);
+        }
+        assert_eq!(counted, 1, "before step {lost_before}: {source:?}");
+    }
+}
+
 /// The control channel is lost, and then silent. Only words of the destination count.
 #[test]
 fn serving_source_asks_whenever_it_does_not_hear_the_destination() {
