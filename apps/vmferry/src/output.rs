@@ -88,12 +88,16 @@ impl Output {
         }
     }
 
-    /// A failure: one JSON object on standard output, or a line on standard error.
+    /// A failure, with which the command ends: one JSON object on standard output, where other
+    /// threads can print nothing after it, or a line on standard error.
     pub fn failure(&self, failure: &Failure) {
         let message = failure.to_string();
         if self.json {
             let error = json!({ "ok": false, "error": failure.facts() });
-            let _ = writeln!(std::io::stdout(), "{error}");
+            let mut last = std::io::stdout().lock();
+            let _ = writeln!(last, "{error}");
+            // Threads of the command may still tell events, and the failure is the last line.
+            std::mem::forget(last);
         } else {
             let options = failure.code.options().map(|options| format!(" (options: {options})"));
             let options = options.unwrap_or_default();

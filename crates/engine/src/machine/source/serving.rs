@@ -89,14 +89,14 @@ impl Phase {
             SourceState::Holding if self.awaits_fetching() => self.fail(common, now, error),
             // It is opened again before it is needed.
             SourceState::Holding | SourceState::Given | SourceState::Kept => self,
-            // The destination may use it already, before it is heard that it runs the guest.
+            // The destination may run the guest and use the lane before this side hears of it.
             SourceState::Committing { .. }
             | SourceState::Committed
             | SourceState::InDoubt { .. }
             | SourceState::Serving => {
                 let (channel, reason) = (channel_name(Some(lane)), chain(&error));
                 common.report(Report::LinkLost { channel, reason });
-                // Until this side serves pages, `begin_serving` does it.
+                // Before this side serves pages, `begin_serving` redials it.
                 if common.handover == SourceState::Serving {
                     common.redial_fetch_lane(lane, Duration::ZERO);
                 }
