@@ -72,6 +72,8 @@ pub struct PrepareCall {
     pub flags: MigrateFlags,
     /// The guest's definition: `destination_xml`. At most 4 MiB.
     pub xml: String,
+    /// The cookie, without the NUL at its end. At most 4 MiB.
+    pub cookie: Option<String>,
 }
 
 impl PrepareCall {
@@ -93,7 +95,7 @@ impl PrepareCall {
         let definition = params.destination_xml.ok_or(missing)?;
         let parsed = xml::parse(definition, "domain", document)?;
         let identity = xml::identity(parsed.root_element(), document)?;
-        cookie::check(cookie, &identity.name, identity.uuid)?;
+        let cookie = cookie::check(cookie, &identity.name, identity.uuid)?;
         if let Some(name) = params.destination_name {
             check_name(name)?;
         }
@@ -113,6 +115,7 @@ impl PrepareCall {
             disks: params.migrate_disks.into_iter().map(str::to_owned).collect(),
             flags,
             xml: definition.to_owned(),
+            cookie: owned(cookie),
         })
     }
 
@@ -177,13 +180,18 @@ impl PreparedGuests {
     }
 
     /// Reads the arguments of a Finish and removes its guest, because a guest is finished once.
+    /// Returns the cookie's text, too.
     ///
     /// `qemuDomainMigrateFinish3Params` in `src/qemu/qemu_driver.c` uses of the parameters only
     /// `destination_name`, which the source's libvirt always adds.
     ///
     /// # Errors
     /// What is wrong with them: XDR, parameters, or the cookie. [`RpcError::NotPrepared`].
-    pub(crate) fn finish(&mut self, serial: u32, payload: &[u8]) -> Result<FinishCall, RpcError> {
+    pub(crate) fn finish<'a>(
+        &mut self,
+        serial: u32,
+        payload: &'a [u8],
+    ) -> Result<(FinishCall, Option<&'a str>), RpcError> {
         let mut reader = Reader::new(payload);
         let params = Params::read(&mut reader)?;
         let cookie = reader.opaque(MAX_STRING_BYTES, "the cookie")?;
@@ -200,9 +208,9 @@ impl PreparedGuests {
             return Err(RpcError::NotPrepared { name: name.to_owned() });
         };
         let prepared = &self.0[at];
-        cookie::check(cookie, &prepared.source_name, prepared.guest.uuid)?;
+        let cookie = cookie::check(cookie, &prepared.source_name, prepared.guest.uuid)?;
         let guest = self.0.swap_remove(at).guest;
-        Ok(FinishCall { serial, guest, cancelled, flags })
+        Ok((FinishCall { serial, guest, cancelled, flags }, cookie))
     }
 }
 

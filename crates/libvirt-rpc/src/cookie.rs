@@ -7,7 +7,8 @@ use crate::xml;
 
 const DOCUMENT: &str = "migration cookie";
 
-/// Demands that a cookie is of the guest with this name and UUID. An empty cookie is none.
+/// Demands that a cookie is of the guest with this name and UUID, and returns its text. An empty
+/// cookie is none.
 ///
 /// `qemuMigrationCookieXMLParse` in `src/qemu/qemu_migration_cookie.c` demands it, too. It defines
 /// the persistent guest from the cookie's `<domain>`, whose UUID it does not compare; here it must
@@ -15,16 +16,21 @@ const DOCUMENT: &str = "migration cookie";
 ///
 /// # Errors
 /// [`RpcError::NotText`], [`RpcError::BadXml`], [`RpcError::OtherGuest`].
-pub(crate) fn check(cookie: &[u8], name: &str, uuid: uuid::Uuid) -> Result<(), RpcError> {
+pub(crate) fn check<'a>(
+    cookie: &'a [u8],
+    name: &str,
+    uuid: uuid::Uuid,
+) -> Result<Option<&'a str>, RpcError> {
     if cookie.is_empty() {
-        return Ok(());
+        return Ok(None);
     }
     // The NUL at the end is a part of the cookie (`qemuMigrationCookieParse`).
     let Some(cookie) = cookie.strip_suffix(b"\0") else {
         let detail = "it does not end with NUL".to_owned();
         return Err(RpcError::BadXml { document: DOCUMENT, detail });
     };
-    let parsed = xml::parse(text(cookie, DOCUMENT)?, "qemu-migration", DOCUMENT)?;
+    let cookie = text(cookie, DOCUMENT)?;
+    let parsed = xml::parse(cookie, "qemu-migration", DOCUMENT)?;
     let root = parsed.root_element();
     let found = xml::identity(root, DOCUMENT)?;
     if found.uuid != uuid {
@@ -41,7 +47,7 @@ pub(crate) fn check(cookie: &[u8], name: &str, uuid: uuid::Uuid) -> Result<(), R
             return Err(other("persistent definition's UUID", &found, &expected));
         }
     }
-    Ok(())
+    Ok(Some(cookie))
 }
 
 fn other(what: &'static str, found: &str, expected: &str) -> RpcError {
@@ -54,7 +60,7 @@ mod tests {
     use crate::packets::{OTHER_UUID, UUID, cookie};
 
     fn read(bytes: &[u8]) -> Result<(), RpcError> {
-        check(bytes, "web", UUID.parse().unwrap())
+        check(bytes, "web", UUID.parse().unwrap()).map(drop)
     }
 
     fn with(more: &str) -> Vec<u8> {

@@ -4,6 +4,7 @@ use std::fmt;
 
 use crate::calls::{Call, PrepareCall, PreparedGuests};
 use crate::error::RpcError;
+use crate::guest::Guest;
 use crate::header::{HEADER_BYTES, PacketHeader, PacketKind, PacketStatus};
 use crate::keepalive;
 use crate::open;
@@ -14,8 +15,34 @@ use crate::splitter::{Handling, Policy, Splitter};
 /// The most guests that are prepared on one connection at a time. libvirt prepares one.
 pub const MAX_PREPARED_GUESTS: usize = 16;
 
-/// Decides on a Prepare. An error is the message of the refusal.
-pub type Admit = Box<dyn FnMut(&PrepareCall) -> Result<(), String> + Send>;
+/// Decides on a call. An error is the message of the refusal.
+pub type Admit = Box<dyn FnMut(&Asking<'_>) -> Result<(), String> + Send>;
+
+/// A call that waits for the caller's consent.
+#[derive(Clone, Copy, Debug)]
+pub enum Asking<'a> {
+    /// A Prepare.
+    Prepare(&'a PrepareCall),
+    /// A Finish with a cookie, which is not canceled. libvirt defines the persistent guest from the cookie's `<domain>`,
+    /// if it has one (`qemuMigrationDstPersist` in `src/qemu/qemu_migration.c`).
+    Finish {
+        /// The guest of its Prepare.
+        guest: &'a Guest,
+        /// The cookie, without the NUL at its end.
+        cookie: &'a str,
+    },
+}
+
+impl Asking<'_> {
+    /// The guest that the call is about.
+    #[must_use]
+    pub fn guest(&self) -> &Guest {
+        match self {
+            Self::Prepare(call) => &call.guest,
+            Self::Finish { guest, .. } => guest,
+        }
+    }
+}
 
 /// What [`CallGate::push`] appends to. The caller takes it out.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -76,7 +103,7 @@ impl fmt::Debug for CallGate {
 }
 
 impl CallGate {
-    /// A gate at the beginning of a connection. `admit` is asked about each Prepare.
+    /// A gate at the beginning of a connection. `admit` is asked as [`Asking`] says.
     #[must_use]
     pub fn new(admit: Admit) -> Self {
         let prepared = PreparedGuests::default();
@@ -185,12 +212,17 @@ impl Decisions {
                 if self.prepared.len() >= MAX_PREPARED_GUESTS {
                     return Err(refused("Prepare")(RpcError::TooManyPrepared));
                 }
-                (self.admit)(&call)?;
+                (self.admit)(&Asking::Prepare(&call))?;
                 self.prepared.add(&call);
                 Ok(Some(Call::Prepare(Box::new(call))))
             }
             _ => {
-                let call = self.prepared.finish(serial, payload).map_err(refused("Finish"))?;
+                let finish = self.prepared.finish(serial, payload);
+                let (call, cookie) = finish.map_err(refused("Finish"))?;
+                // One that is canceled removes the guest.
+                if let Some(cookie) = cookie.filter(|_| !call.cancelled) {
+                    (self.admit)(&Asking::Finish { guest: &call.guest, cookie })?;
+                }
                 Ok(Some(Call::Finish(call)))
             }
         }

@@ -16,7 +16,8 @@
 //!
 //! The gate decides which procedures a peer may call, for which guests, with which sockets. It does
 //! not judge a guest's definition: the XML of an admitted guest names disks, an emulator and other
-//! things of the destination's host. A caller that needs to can read [`PrepareCall::xml`].
+//! things of the destination's host. Its caller does ([`Asking`]), with [`PrepareCall::xml`], with
+//! the cookies, which may contain another definition, and with [`parse`].
 //!
 //! Input is not trusted. Memory grows with the bytes that have arrived, never with an announced
 //! length, and no packet is buffered beyond [`MAX_BUFFERED_BYTES`].
@@ -51,7 +52,7 @@ pub use calls::{Call, FinishCall, PrepareCall};
 pub use error::RpcError;
 pub use finish_reply::finish_reply;
 pub use flags::MigrateFlags;
-pub use gate::{Admit, CallGate, MAX_PREPARED_GUESTS, Passed, Refused};
+pub use gate::{Admit, Asking, CallGate, MAX_PREPARED_GUESTS, Passed, Refused};
 pub use guest::{Guest, MAX_NAME_BYTES};
 pub use header::{
     HEADER_BYTES, LENGTH_BYTES, MAX_MESSAGE_BYTES, MAX_PACKET_BYTES, PacketHeader, PacketKind,
@@ -66,3 +67,4 @@ pub use procedures::{
 pub use refusal::{MAX_MESSAGE_TEXT_BYTES, REFUSED, RemoteError, refusal};
 pub use replies::{FinishReply, Heard, MAX_REPLY_BYTES, PrepareReply, Reply, ReplyWatch};
 pub use socket_uri::{MAX_SOCKET_PATH_BYTES, SocketUri};
+pub use xml::parse;

@@ -1,4 +1,4 @@
-//! A guest's definition as XML: only its name and UUID are read, strictly.
+//! XML of libvirt, read strictly: nothing that another parser could read differently.
 
 use roxmltree::{Document, ExpandedName, Node, ParsingOptions};
 
@@ -30,8 +30,11 @@ pub(crate) struct Identity {
 ///
 /// libvirt reads the same document with libxml2. So everything that could make libxml2 see another
 /// name than roxmltree is refused: an XML declaration (its encoding), a byte-order mark, and a DTD
-/// (its entities). libvirt writes none of them.
-pub(crate) fn parse<'a>(
+/// (its entities). libvirt writes none of them. `document` is the document's name for errors.
+///
+/// # Errors
+/// [`RpcError::BadXml`].
+pub fn parse<'a>(
     xml: &'a str,
     root: &str,
     document: &'static str,

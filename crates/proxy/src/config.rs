@@ -9,6 +9,7 @@ use vmferry::config::policy::Admission;
 use vmferry_transport::{Address, PeerIdentity, TlsIdentity};
 
 use crate::access::HostAccess;
+use crate::definition::DefinitionFacts;
 use crate::keeper::KeeperProgram;
 use crate::libvirt::Domains;
 use crate::receive::Receivers;
@@ -38,6 +39,9 @@ pub struct ProxyConfig {
     pub journals: PathBuf,
     /// Asks this host's libvirt about its domains.
     pub domains: Option<Arc<dyn Domains>>,
+    /// What the definitions of guests that arrive can name on this host. Without it no guest of
+    /// libvirt is received.
+    pub definition_facts: Option<Arc<dyn DefinitionFacts>>,
     /// The keeper, which holds connections if this daemon dies. Without one, a guest may run on two
     /// hosts if the daemon dies while libvirt finishes its migration.
     pub keeper: Option<Arc<dyn KeeperProgram>>,

@@ -13,6 +13,7 @@ use vmferry_wire::{Hello, HelloReply, HelloStatus, Role};
 use crate::access::{self, Exit};
 use crate::event::{ProxyEvent, Side};
 use crate::greeting::{Greeting, GreetingPlace};
+use crate::judging;
 use crate::libvirt;
 use crate::proxy::{Ends, Entry, Shared};
 use crate::receive;
@@ -162,6 +163,10 @@ fn greet(
         receive::answer(shared, &peer, request, writer);
         return None;
     }
+    if let Target::Judge(guest) = &opening.target {
+        judging::answer(shared, &peer, guest, (reader, writer));
+        return None;
+    }
     let entry = match find_or_begin(shared, &peer, &hello, &opening) {
         Ok(entry) => entry,
         Err(reason) => {
@@ -236,7 +241,9 @@ fn connect(shared: &Arc<Shared>, peer: &PeerIdentity, target: &Target) -> Result
         Target::Libvirt { directory, session } => {
             libvirt::arrive(shared, peer, peer_name(shared, peer), directory, *session)
         }
-        Target::Word { .. } | Target::Receive(_) => Err("it is a question and no stream".into()),
+        Target::Word { .. } | Target::Receive(_) | Target::Judge(_) => {
+            Err("it is a question and no stream".into())
+        }
         Target::Socket { directory, file } => {
             if !shared.migrations.may_open(peer, directory, file) {
                 return Err(format!("no guest that was announced by this host uses {target}"));

@@ -8,13 +8,14 @@
 //!   arrived are sent again; the programs at both ends see a pause. See [`stream`].
 //! * Pages of guest memory are recognized in QEMU's streams and encoded as those of any guest;
 //!   other bytes are compressed when that pays. See `packing`.
-//! * A peer reaches only what the configuration names, and of libvirt only what a migration needs.
-//!   See `libvirt`.
+//! * A peer reaches only what the configuration names, and of libvirt only what a migration needs,
+//!   with definitions that the policy permits. See `libvirt` and [`definition`].
 
 #![forbid(unsafe_code)]
 
 mod access;
 mod config;
+pub mod definition;
 mod directory;
 mod entrances;
 mod error;
@@ -22,6 +23,7 @@ mod event;
 mod greeting;
 mod host_sockets;
 mod incoming;
+mod judging;
 mod keeper;
 mod libvirt;
 mod opened;
@@ -40,6 +42,7 @@ pub use config::{Forward, ForwardExit, ForwardSource, Owner, Peer, ProxyConfig, 
 pub use error::ProxyError;
 pub use event::{Observer, ProxyEvent, Side, StreamName};
 pub use host_sockets::{HostSockets, Places};
+pub use judging::ask_to_judge;
 pub use keeper::{KeeperProgram, connect as connect_to_keeper, serve as serve_keeper};
 pub use libvirt::{DomainState, Domains, DoubtStatus, MigrationStatus, Phase, answer_held};
 pub use outgoing::LIBVIRT_SOCKET;

@@ -176,7 +176,7 @@ fn dial(
     match Answer::read(&mut reader).map_err(|error| failed(&error))? {
         Answer::Opened { received } => Ok(Link { number, reader, writer, closer, received }),
         Answer::Refused { reason } => Err(Unlinked::Refused(reason)),
-        Answer::Word(_) | Answer::Receiving | Answer::NotReceiving(_) => {
+        Answer::Word(_) | Answer::Receiving | Answer::NotReceiving(_) | Answer::Judged => {
             Err(Unlinked::Failed("it answers another question".into()))
         }
     }

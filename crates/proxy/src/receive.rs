@@ -104,7 +104,7 @@ pub fn ask_to_receive(dialer: &Dialer, request: &ReceiveRequest) -> Result<(), M
              template, or to the daemon's port",
         )),
         Err(RecordError::Io(error)) => Err(lost(error)),
-        Ok(answer @ (Answer::Opened { .. } | Answer::Word(_))) => {
+        Ok(answer @ (Answer::Opened { .. } | Answer::Word(_) | Answer::Judged)) => {
             Err(refused(ReasonCode::Protocol, &format!("it answers another question: {answer:?}")))
         }
         Err(error) => Err(refused(ReasonCode::Protocol, &vmferry::chain(&error))),

@@ -94,6 +94,8 @@ pub enum Target {
     },
     /// No stream: the opener asks for a receiver for a guest.
     Receive(ReceiveRequest),
+    /// No stream: the opener asks what is not permitted in the definition of a guest, which follows.
+    Judge(GuestIdentity),
 }
 
 impl Target {
@@ -104,6 +106,7 @@ impl Target {
             Self::Forward { .. } => 3,
             Self::Word { .. } => 4,
             Self::Receive(_) => 5,
+            Self::Judge(_) => 6,
         }
     }
 }
@@ -116,6 +119,7 @@ impl std::fmt::Display for Target {
             Self::Forward { name } => write!(f, "forward {name}"),
             Self::Word { session } => write!(f, "the word about session {session}"),
             Self::Receive(request) => write!(f, "a receiver for {}", request.guest.name),
+            Self::Judge(guest) => write!(f, "an opinion about {}", guest.name),
         }
     }
 }
@@ -145,6 +149,7 @@ impl Opening {
             Target::Receive(ReceiveRequest { template, guest, session }) => {
                 (template.clone(), format!("{session} {} {}", guest.uuid, guest.name))
             }
+            Target::Judge(guest) => (guest.uuid.to_string(), guest.name.clone()),
         };
         let mut bytes = vec![self.target.number(), self.is_known.into()];
         bytes.extend_from_slice(&self.received.to_le_bytes());
@@ -173,6 +178,7 @@ impl Opening {
             3 => Target::Forward { name: first },
             4 => Target::Word { session: session_of(&first)? },
             5 => Target::Receive(receive_request(first, &second)?),
+            6 => Target::Judge(GuestIdentity { uuid: uuid_of(&first)?, name: second }),
             value => return Err(RecordError::Unknown { what: "target of a stream", value }),
         };
         Ok(Self { target, is_known, received })
@@ -198,6 +204,8 @@ pub enum Answer {
     Receiving,
     /// There is no receiver for the guest.
     NotReceiving(Reason),
+    /// The definition was judged. The objections follow.
+    Judged,
 }
 
 impl Answer {
@@ -223,6 +231,7 @@ impl Answer {
                 bytes.extend(u16::from(reason.code).to_le_bytes());
                 push_text(&mut bytes, &reason.text, MAX_REASON_BYTES);
             }
+            Self::Judged => bytes.push(6),
         }
         link.write_all(&bytes)
     }
@@ -246,6 +255,7 @@ impl Answer {
                 let text = read_text(link, MAX_REASON_BYTES, "reason")?;
                 Ok(Self::NotReceiving(Reason::new(code, &text)))
             }
+            6 => Ok(Self::Judged),
             value => Err(RecordError::Unknown { what: "answer", value }),
         }
     }
@@ -365,6 +375,11 @@ fn receive_request(template: String, text: &str) -> Result<ReceiveRequest, Recor
 
 fn session_of(text: &str) -> Result<SessionId, RecordError> {
     let (what, bytes) = ("session number", text.len());
+    text.parse().map_err(|_| RecordError::BadText { what, bytes })
+}
+
+fn uuid_of(text: &str) -> Result<uuid::Uuid, RecordError> {
+    let (what, bytes) = ("UUID", text.len());
     text.parse().map_err(|_| RecordError::BadText { what, bytes })
 }
 

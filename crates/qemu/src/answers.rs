@@ -1,13 +1,15 @@
 //! The parsers of QMP's answers, one by one, for the fuzz target. Not part of the public interface.
 
 use crate::carried::Description;
+use crate::direct_view::DirectView;
 use crate::error::QemuError;
+use crate::inventory::{Allowed, Inventory};
 use crate::qmp::Qmp;
 use crate::settings::Settings;
 use crate::{guest, located, machine, state, writers};
 
 /// The number of readers that [`read`] has.
-pub const READERS: u8 = 11;
+pub const READERS: u8 = 12;
 
 /// Runs one of the readers against QEMU, and returns its result as text.
 ///
@@ -28,6 +30,10 @@ pub fn read(qmp: &mut Qmp, reader: u8) -> Result<String, QemuError> {
             format!("{:?} {:?} {:?}", own.layout(), own.blocks().last(), own.check(&own).is_ok())
         }
         9 => {
+            let own = Inventory::read(qmp, &mut DirectView)?;
+            format!("{own:?} {:?}", own.differences(&own, Allowed::default()))
+        }
+        10 => {
             qmp.execute("query-migrate", serde_json::json!({}))?;
             let age = qmp.take_event("STOP").map(|event| state::age(&event["timestamp"]));
             format!("{age:?}")

@@ -25,6 +25,7 @@ use crate::error::QemuError;
 use crate::fault_access::FaultAccess;
 use crate::guest;
 use crate::identity::ProcessIdentity;
+use crate::inventory::Inventory;
 use crate::lock::Lock;
 use crate::memory_file::{Examiner, MemoryFiles};
 use crate::qmp::Qmp;
@@ -47,6 +48,8 @@ pub struct QemuDestination {
     /// The files of its memory; `None` if the process is not accessible.
     files: Option<MemoryFiles>,
     description: Description,
+    /// What it has, and what was changed in it for a guest.
+    inventory: Inventory,
     settings: Settings,
     expected: Expected,
     /// A carried guest that is being received.
@@ -134,6 +137,7 @@ impl QemuDestination {
             expected.uuid = Some(own);
         }
         let description = Description::read(&mut qmp, 0)?;
+        let inventory = Inventory::read(&mut qmp, view)?;
         let (ram, files) = find_memory(&mut qmp, view)?;
         let settings = Settings::read(&mut qmp)?;
         let arrival = None;
@@ -148,6 +152,7 @@ impl QemuDestination {
             ram,
             files,
             description,
+            inventory,
             settings,
             expected,
             arrival,

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::error::QemuError;
 use crate::fault_access::{DirectFaults, FaultAccess};
 use crate::identity::ProcessIdentity;
+use crate::inventory::OpenImage;
 use crate::memory_file::{self, Examiner};
 use crate::proc_stat;
 use crate::process::{self as proc, Mapping};
@@ -26,6 +27,11 @@ impl View for DirectView {
 
     fn open_file(&mut self, pid: u32, mapping: &Mapping) -> Result<File, QemuError> {
         memory_file::open(pid, mapping)
+    }
+
+    fn open_images(&mut self, pid: u32) -> Result<Vec<OpenImage>, QemuError> {
+        let action = "list the open files";
+        OpenImage::of(pid).map_err(|source| QemuError::Process { action, pid, source })
     }
 
     fn identify(&mut self, pid: u32) -> Result<ProcessIdentity, QemuError> {

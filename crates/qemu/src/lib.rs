@@ -16,6 +16,7 @@
 //!   started with `-incoming defer -S`.
 
 mod abandoned;
+mod additions;
 #[doc(hidden)]
 pub mod answers;
 mod arrived;
@@ -29,13 +30,13 @@ mod fault_access;
 mod guest;
 mod identity;
 mod inject;
+mod inventory;
 mod life;
 mod located;
 mod lock;
 mod machine;
 mod memory_file;
 mod mode;
-mod parts;
 mod proc_stat;
 mod process;
 mod qmp;
@@ -58,6 +59,7 @@ pub use destination::{Expected, QemuDestination};
 pub use error::QemuError;
 pub use fault_access::FaultAccess;
 pub use identity::{ProcessIdentity, process_name};
+pub use inventory::{Allowed, Disk, Inventory, Medium, OpenImage, ROWS, Row, Rule, Storage};
 pub use machine::{Habits, Machine};
 pub use memory_file::{Examiner, KeptFile, Mapper, Release, Sharing};
 pub use mode::{Mode, Reached};

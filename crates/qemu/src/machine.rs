@@ -124,7 +124,7 @@ fn without_bus(device: &str) -> (&str, &str) {
 /// The devices of `info qtree`, with their addresses if they are on a PCI bus. A device is a line
 /// such as `  dev: virtio-blk-pci, id "disk"`, and the deeper lines up to the next device belong to
 /// it.
-fn devices(tree: &str) -> Vec<(String, Option<String>)> {
+pub fn devices(tree: &str) -> Vec<(String, Option<String>)> {
     let mut found: Vec<(String, Option<String>)> = Vec::new();
     for line in tree.lines().map(str::trim) {
         if let Some(rest) = line.strip_prefix("dev: ") {

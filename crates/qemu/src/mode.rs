@@ -4,6 +4,7 @@ use std::path::Path;
 
 use crate::carried::CarriedSource;
 use crate::error::QemuError;
+use crate::inventory::Allowed;
 use crate::source::QemuSource;
 
 /// The requested way.
@@ -49,6 +50,14 @@ impl Reached {
             Ok(source) => Ok(Self::Attached(Box::new(source))),
             Err(why) if mode == Mode::Auto && why.is_of_attaching() => carried(Some(why)),
             Err(error) => Err(error),
+        }
+    }
+
+    /// Allows the machine at the destination to differ.
+    pub fn allow_to_differ(&mut self, allowed: Allowed) {
+        match self {
+            Self::Attached(source) => source.allow_to_differ(allowed),
+            Self::Carried { source, .. } => source.allow_to_differ(allowed),
         }
     }
 }

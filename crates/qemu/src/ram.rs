@@ -9,19 +9,18 @@ use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use vmferry::vmm::newer;
 use vmferry_memory::pagemap::{
     PAGE_IS_PFNZERO, PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PageRegion, Query, scan,
 };
 use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotId, SlotLayout};
 
+use crate::additions::Additions;
 use crate::error::QemuError;
 use crate::located::{Listed, Located};
 use crate::machine::Machine;
 use crate::memory_file::READ_ONLY;
 use crate::process::Mapping;
 use crate::qmp::{Qmp, Version};
-use crate::vcpu::{self, Vcpu};
 use crate::view::View;
 
 /// The total size of the blocks that QEMU migrates with the device state: they are sent while the
@@ -216,10 +215,8 @@ fn map(
 }
 
 /// What the other side must know of the machine and its blocks, to compare them with its own.
-pub fn describe(machine: &Machine, vcpu: Option<&Vcpu>, blocks: &[Block], host: &str) -> Vec<u8> {
+pub fn describe(machine: &Machine, blocks: &[Block], host: &str, additions: &Additions) -> Vec<u8> {
     let mut description = json!({ "host": host, "machine": machine, "blocks": blocks });
-    if let Some(vcpu) = vcpu {
-        newer::add_optional(&mut description, vcpu::MEMBER, vcpu);
-    }
+    additions.add_to(&mut description);
     description.to_string().into_bytes()
 }

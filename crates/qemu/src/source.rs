@@ -12,16 +12,17 @@ use vmferry_memory::userfaultfd::FaultOrigin;
 use vmferry_memory::{GuestBytes, GuestMemory, PAGE_SIZE, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
+use crate::additions::Additions;
 use crate::direct_view::DirectView;
 use crate::disks::Disks;
 use crate::error::QemuError;
 use crate::guest::{self, end_migration};
 use crate::inject::{self, Injected};
+use crate::inventory::{Allowed, Inventory, Parts};
 use crate::located::Located;
 use crate::lock::Lock;
 use crate::machine::{self, Habits, Machine};
 use crate::memory_file::{Leaving, MemoryFiles, Release};
-use crate::parts::Parts;
 use crate::proc_stat::host;
 use crate::qmp::{Qmp, Version, threads_here};
 use crate::ram::{self, Ram};
@@ -51,7 +52,7 @@ pub struct QemuSource {
     _lock: Lock,
     identity: GuestIdentity,
     machine: Machine,
-    vcpu: Option<Vcpu>,
+    additions: Additions,
     /// The parts that the destination was told to have.
     parts: Parts,
     habits: Habits,
@@ -77,7 +78,13 @@ impl QemuSource {
         let habits = writers::all_seen(&mut qmp)?;
         let parts = Parts::read(&mut qmp)?;
         let machine = machine::look(&mut qmp)?;
-        let vcpu = Vcpu::read(&mut qmp)?;
+        let inventory = Inventory::read(&mut qmp, &mut DirectView)?;
+        inventory.must_outlive_qemu()?;
+        let additions = Additions {
+            vcpu: Vcpu::read(&mut qmp)?,
+            inventory: Some(inventory),
+            allowed: Allowed::default(),
+        };
         let vcpu_threads = threads_here(pid, &machine::vcpu_threads(&mut qmp)?);
         let located = Located::find(&mut qmp, &mut DirectView)?;
         // The log misses all writes of another process, whatever that process uses the memory for.
@@ -106,7 +113,7 @@ impl QemuSource {
             pid,
             identity,
             machine,
-            vcpu,
+            additions,
             parts,
             habits,
             settings,
@@ -156,6 +163,17 @@ impl QemuSource {
     #[must_use]
     pub fn settings(&self) -> &Settings {
         &self.settings
+    }
+
+    /// The dirty bitmaps that stay behind, as `NAME of DEVICE`.
+    #[must_use]
+    pub fn ending_bitmaps(&self) -> &[String] {
+        self.additions.inventory.as_ref().map_or(&[], |inventory| &inventory.ending_bitmaps)
+    }
+
+    /// Allows the machine at the destination to differ.
+    pub fn allow_to_differ(&mut self, allowed: Allowed) {
+        self.additions.allowed = allowed;
     }
 
     /// Prepares to throttle the vCPUs when the guest writes too fast.
@@ -226,7 +244,7 @@ impl SourceVm for QemuSource {
         GuestDescription {
             identity: self.identity.clone(),
             vmm: VMM.into(),
-            config: ram::describe(&self.machine, self.vcpu.as_ref(), &self.ram.blocks, &host()),
+            config: ram::describe(&self.machine, &self.ram.blocks, &host(), &self.additions),
             layout: layout(&self.ram.memory),
         }
     }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::error::QemuError;
 use crate::fault_access::FaultAccess;
 use crate::identity::ProcessIdentity;
+use crate::inventory::OpenImage;
 use crate::memory_file::sharing::Examiner;
 use crate::process::Mapping;
 use crate::qmp::Qmp;
@@ -34,6 +35,12 @@ pub trait View {
     /// # Errors
     /// If the file can't be opened for both.
     fn open_file(&mut self, pid: u32, mapping: &Mapping) -> Result<File, QemuError>;
+
+    /// The images and other files that it has open.
+    ///
+    /// # Errors
+    /// If they can't be listed.
+    fn open_images(&mut self, pid: u32) -> Result<Vec<OpenImage>, QemuError>;
 
     /// Identifies the process.
     ///

@@ -5,6 +5,7 @@ pub mod balloon;
 pub mod certificate;
 pub mod control;
 pub mod conversation;
+pub mod definition;
 pub mod delta;
 pub mod frame;
 pub mod frame_sealed;

@@ -39,7 +39,7 @@ pub fn run(data: &[u8]) {
 
 /// The gate's decisions about bytes in pieces.
 fn gated(bytes: &[u8], size: usize) -> (Passed, Result<(), RpcError>) {
-    let mut gate = CallGate::new(Box::new(|call| match call.guest.name.as_str() {
+    let mut gate = CallGate::new(Box::new(|call| match call.guest().name.as_str() {
         REFUSED_GUEST => Err("not admitted".to_owned()),
         _ => Ok(()),
     }));

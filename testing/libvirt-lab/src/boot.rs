@@ -8,7 +8,7 @@ use vmferry_qemu_lab::Fixture;
 const COPIES: &str = "/var/lib/libvirt/boot";
 
 /// The files that guests boot, by paths that QEMU on a host can use.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct BootFiles {
     /// Linux.
     pub kernel: PathBuf,
@@ -19,14 +19,11 @@ pub(crate) struct BootFiles {
 }
 
 impl BootFiles {
-    /// Those of this machine, which belong to root.
-    pub fn shared() -> Self {
+    /// Copies for one host, as users' guests have them. `on_host` returns how this process reaches
+    /// a path of the host. libvirt changes the owner of the files that a guest boots, so those of
+    /// this machine are not used.
+    pub fn copied(on_host: impl Fn(&Path) -> PathBuf) -> Self {
         let Fixture { kernel, initramfs, bare_metal, .. } = Fixture::new();
-        Self { kernel, initramfs, bare_metal }
-    }
-
-    /// Copies for one host. `on_host` returns how this process reaches a path of the host.
-    pub fn copied(&self, on_host: impl Fn(&Path) -> PathBuf) -> Self {
         let copies = Path::new(COPIES);
         std::fs::create_dir_all(on_host(copies)).expect("the host has directories");
         let copy = |from: &Path, name: &str| {
@@ -35,9 +32,9 @@ impl BootFiles {
             path
         };
         Self {
-            kernel: copy(&self.kernel, "kernel"),
-            initramfs: copy(&self.initramfs, "initramfs"),
-            bare_metal: copy(&self.bare_metal, "bare-metal.elf"),
+            kernel: copy(&kernel, "kernel"),
+            initramfs: copy(&initramfs, "initramfs"),
+            bare_metal: copy(&bare_metal, "bare-metal.elf"),
         }
     }
 }

@@ -86,7 +86,7 @@ impl LibvirtHost {
             name: name.to_owned(),
             version,
             network: network.map(Path::to_owned),
-            boot: BootFiles::shared(),
+            boot: BootFiles::default(),
             libvirtd: Mutex::new(None),
             keeper,
             directory,
@@ -96,10 +96,7 @@ impl LibvirtHost {
             "the namespaces of a libvirt host can't be made; this needs root: {read:?}: {}",
             last_lines(&host.keeper_log(), 5)
         );
-        if user != QemuUser::Root {
-            // libvirt changes the owner of the files that a guest boots.
-            host.boot = host.boot.copied(|path| host.path(path));
-        }
+        host.boot = BootFiles::copied(|path| host.path(path));
         host.start_libvirtd();
         host
     }

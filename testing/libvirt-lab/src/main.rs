@@ -41,7 +41,10 @@ fn main() {
     let pki = path.join("pki");
     let pki = pki.to_str().expect("the path is text");
     run(Command::new(&vmferry).args(["pki", "init", "--dir", pki]).stdout(Stdio::null()));
-    let policy = "[[allow]]\nsource = \"spiffe://vmferry/host/host-*\"\nguests = [\"*\"]\n";
+    let policy = format!(
+        "[[allow]]\nsource = \"spiffe://vmferry/host/host-*\"\nguests = [\"*\"]\n\
+         [allow.definition]\ndirectories = [{path:?}]\n"
+    );
     std::fs::write(path.join("policy.toml"), policy).expect("the policy can be written");
     let addresses = [(&a, SOURCE_ADDRESS), (&b, DESTINATION_ADDRESS)];
     for (host, address) in addresses {

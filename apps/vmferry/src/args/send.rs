@@ -60,6 +60,11 @@ pub struct SendOptions {
     /// and the pages are freed.
     #[arg(long, requires = "qmp")]
     pub keep_source: bool,
+    /// The disks at the destination may be other images than the source's, with the same sizes and
+    /// formats: copies that you have made. By default the guest is refused if they are known to
+    /// differ.
+    #[arg(long, requires = "qmp")]
+    pub disks_differ: bool,
     /// The destination: HOST:PORT (TLS), grpc:HOST:PORT or grpc-ack:HOST:PORT (gRPC over TLS,
     /// streamed or acknowledged), unix:PATH, fd:N,N… (connected sockets), or with --plain
     /// tcp:HOST:PORT. With --libvirt: the name of a peer in the daemon's configuration.
@@ -191,6 +196,7 @@ mod tests {
         for arguments in [
             &["web"][..],
             &["--qemu", "q", "--mode", "carried", "--multifd", "2", "--keep-source"],
+            &["--qemu", "q", "--disks-differ"],
             &["--libvirt", "web", "--connect", "qemu:///session", "--multifd", "2"],
             &["--libvirt", "web", "--persistent", "--persistent-xml", "f", "--unsafe"],
         ] {
@@ -203,6 +209,8 @@ mod tests {
             &["web", "--libvirt", "web"],
             &["--qemu", "q", "--libvirt", "web"],
             &["--qemu", "q", "--copy-storage-all"],
+            &["web", "--disks-differ"],
+            &["--libvirt", "web", "--disks-differ"],
             &["--libvirt", "web", "--mode", "carried"],
             &["--libvirt", "web", "--keep-source"],
             &["--libvirt", "web", "--persistent-xml", "f"],

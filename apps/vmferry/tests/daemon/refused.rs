@@ -1,6 +1,6 @@
 //! What the daemons refuse.
 
-use vmferry_libvirt_lab::LibvirtVersion;
+use vmferry_libvirt_lab::{Domain, LibvirtVersion};
 
 use crate::raw_link::RawLink;
 use crate::support::{Hosts, linux};
@@ -70,6 +70,46 @@ fn guest_that_the_policy_does_not_name_is_refused_at_both_hosts() {
     assert!(!moved.status.success() && said.contains("web"), "{said}");
     hosts.b.daemon().wait_for("refuses", |event| event["event"] == "refused");
     hosts.a.libvirt.check_guest("web");
+}
+
+/// The source's libvirt sends any definition that has the same devices.
+fn definition_is_judged(version: LibvirtVersion) {
+    let hosts = Hosts::start(version);
+    hosts.a.libvirt.create(&Domain::on_kvm("web", "hot=8"));
+    let xml = hosts.a.libvirt.virsh_ok(&["dumpxml", "--migratable", "web"]);
+    let (console, other) = ("/var/log/libvirt/qemu/web.console", "/etc/web.console");
+    let (file, stays) = (hosts.directory.path().join("other.xml"), || {
+        assert_eq!(hosts.a.libvirt.domain_state("web").as_deref(), Some("running"));
+        assert!(!hosts.b.libvirt.path(other).exists());
+    });
+    let file_name = file.to_str().unwrap();
+    let migrate = |text: &str, option: &str| {
+        std::fs::write(&file, text).unwrap();
+        hosts.a.migrate("web", "host-b", &[option, file_name, "--persistent"])
+    };
+    assert!(xml.contains(console), "{xml}");
+    let hostile = xml.replace(console, other);
+    for option in ["--xml", "--persistent-xml"] {
+        let moved = migrate(&hostile, option);
+        let said = String::from_utf8_lossy(&moved.stderr).into_owned();
+        assert!(!moved.status.success() && said.contains("/devices/serial/source/@path"), "{said}");
+        assert!(said.contains("directories = [\"/etc\"]"), "{said}");
+        stays();
+    }
+    let said = migrate(&xml, "--xml");
+    assert!(said.status.success(), "{}", String::from_utf8_lossy(&said.stderr));
+    hosts.b.libvirt.check_guest("web");
+}
+
+#[test]
+fn definition_that_the_policy_does_not_permit_is_refused() {
+    definition_is_judged(LibvirtVersion::V11_3);
+}
+
+#[test]
+#[cfg_attr(not(feature = "long-tests"), ignore = "a part of the full matrix: make test-all")]
+fn definition_that_the_policy_does_not_permit_is_refused_with_libvirt_9() {
+    definition_is_judged(LibvirtVersion::V9_0);
 }
 
 #[test]

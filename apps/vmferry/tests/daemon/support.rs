@@ -71,7 +71,14 @@ impl Hosts {
         let path = directory.path();
         let pki = path.join("pki");
         vmferry(&["pki", "init", "--dir", pki.to_str().unwrap()]);
-        let policy = "[[allow]]\nsource = \"spiffe://vmferry/host/host-*\"\nguests = [\"*\"]\n";
+        let mut policy = format!(
+            "[[allow]]\nsource = \"spiffe://vmferry/host/host-*\"\nguests = [\"*\"]\n\
+             [allow.definition]\ndirectories = [{path:?}]\n"
+        );
+        if version == LibvirtVersion::V9_0 {
+            // Linux has an odd amount of memory there, which only QEMU's options can give it.
+            policy.push_str("permit = [\"/domain/qemu:commandline\"]\n");
+        }
         std::fs::write(path.join("policy.toml"), policy).unwrap();
         let host = |name: &str| {
             let (tls, pki) = (path.join(name), pki.to_str().unwrap());

@@ -47,6 +47,7 @@ fn guest_that_can_move_has_no_errors_on_either_host() {
     has(&ended, "daemon", "this host", "ok", "runs (process");
     has(&ended, "certificates", "host-a", "ok", "spiffe://vmferry/host/host-a");
     has(&ended, "admission", "host-b", "ok", "its policy admits web");
+    has(&ended, "definition", "host-b", "ok", "permits the guest's whole definition");
     has(&ended, "libvirt", "host-b", "ok", "libvirt 11.3.0 answers, with QEMU 10.0");
     has(&ended, "processor", "host-b", "ok", "all features");
     has(&ended, "room", "host-b", "ok", "are available there");
@@ -54,6 +55,16 @@ fn guest_that_can_move_has_no_errors_on_either_host() {
     let facts = &ended.last()["other"]["host"]["libvirt"];
     assert_eq!((&facts["qemu_user"], &facts["problem"]), (&0.into(), &Value::Null), "{facts}");
     assert_eq!(facts["directory"], "/run/vmferry-peers");
+
+    // With the policy of an administrator who has listed nothing.
+    let policy = "[[allow]]\nsource = \"spiffe://vmferry/host/host-a\"\nguests = [\"*\"]\n\
+        definition.only_listed = true\n";
+    std::fs::write(hosts.directory.path().join("policy.toml"), policy).unwrap();
+    let ended = doctor(&hosts, "web", &PEER).exited(18);
+    let why = "/domain/os/kernel = \"/var/lib/libvirt/boot/bare-metal.elf\": the policy names no";
+    has(&ended, "definition", "host-b", "error", why);
+    let remedy = finding(&ended, "definition", "host-b")["remedy"].as_str().unwrap();
+    assert!(remedy.starts_with("directories = [\"/var/lib/libvirt/boot\"] in"), "{remedy}");
     hosts.a.libvirt.check_guest("web");
 }
 

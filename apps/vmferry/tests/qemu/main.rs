@@ -21,3 +21,4 @@ mod post_copy;
 mod sandbox;
 #[path = "../support/mod.rs"]
 mod support;
+mod unequal;

@@ -19,6 +19,7 @@
 //! guests = ["*"]
 //! ```
 
+mod definition;
 mod file;
 mod pattern;
 
@@ -30,6 +31,7 @@ use parking_lot::Mutex;
 use vmferry_transport::{FileVersion, PeerIdentity};
 use vmferry_wire::GuestIdentity;
 
+pub use self::definition::{DefinitionRules, is_plain_path};
 use self::file::Rule;
 
 /// Decides which source may send which guest here. Answers are not cached, so a decision can change
@@ -46,6 +48,16 @@ pub trait Admission: Debug + Send + Sync {
     /// # Errors
     /// The reason for the refusal, for people on both sides.
     fn check_guest(&self, source: &PeerIdentity, guest: &GuestIdentity) -> Result<(), String>;
+
+    /// What the definition of a guest of libvirt may name, by each rule that allows this source
+    /// this guest. One of them must permit all of it. By default one rule with its defaults.
+    fn definition_rules(
+        &self,
+        _source: &PeerIdentity,
+        _guest: &GuestIdentity,
+    ) -> Vec<Arc<DefinitionRules>> {
+        vec![Arc::default()]
+    }
 }
 
 /// A policy that can't be loaded.
@@ -149,6 +161,14 @@ impl Admission for Policy {
     fn check_guest(&self, source: &PeerIdentity, guest: &GuestIdentity) -> Result<(), String> {
         Rules(self.rules()).check_guest(source, guest)
     }
+
+    fn definition_rules(
+        &self,
+        source: &PeerIdentity,
+        guest: &GuestIdentity,
+    ) -> Vec<Arc<DefinitionRules>> {
+        Rules(self.rules()).definition_rules(source, guest)
+    }
 }
 
 /// The rules of a policy, from any source of text.
@@ -184,6 +204,15 @@ impl Admission for Rules {
             "the policy allows it other guests only"
         };
         Err(format!("{} may not send guest {guest} here: {why}", who(source)))
+    }
+
+    fn definition_rules(
+        &self,
+        source: &PeerIdentity,
+        guest: &GuestIdentity,
+    ) -> Vec<Arc<DefinitionRules>> {
+        let applies = |rule: &&Rule| rule.is_for(source) && rule.names(guest);
+        self.0.iter().filter(applies).map(|rule| Arc::clone(rule.definition())).collect()
     }
 }
 
@@ -244,6 +273,37 @@ mod tests {
         policy.check_guest(&local, &guest("anything")).unwrap();
         local.uid = Some(18);
         assert!(policy.check_source(&local).is_err());
+    }
+
+    #[test]
+    fn definition_rules_are_those_of_the_rules_that_allow_the_guest() {
+        let (_directory, policy) = policy(
+            r#"
+            [[allow]]
+            source = "a.example.org"
+            guests = ["web-*"]
+            [[allow]]
+            source = "a.example.org"
+            guests = ["*"]
+            definition.bridges = ["br0"]
+            [[allow]]
+            source = "b.example.org"
+            guests = ["*"]
+            [allow.definition]
+            bridges = ["br1"]
+            "#,
+        );
+        let bridges = |source: &str, guest_name: &str| {
+            let rules = policy.definition_rules(&host(source), &guest(guest_name));
+            let of = |rule: &Arc<DefinitionRules>| {
+                (rule.permits_bridge("br0"), rule.permits_bridge("br1"))
+            };
+            rules.iter().map(of).collect::<Vec<_>>()
+        };
+        assert_eq!(bridges("a", "web-1"), [(false, false), (true, false)]);
+        assert_eq!(bridges("a", "db"), [(true, false)]);
+        assert_eq!(bridges("b", "db"), [(false, true)]);
+        assert_eq!(bridges("c", "db"), []);
     }
 
     #[test]

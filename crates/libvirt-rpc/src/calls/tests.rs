@@ -101,7 +101,7 @@ fn finish_needs_a_prepare_of_the_same_name_and_happens_once() {
     assert_eq!(prepared.len(), 1);
     let other = RpcError::NotPrepared { name: "db".into() };
     assert_eq!(prepared.finish(3, &args(finish(3, "db", 0))), Err(other));
-    let call = prepared.finish(4, &args(finish(4, "web", 1))).unwrap();
+    let (call, _) = prepared.finish(4, &args(finish(4, "web", 1))).unwrap();
     assert_eq!((call.serial, call.cancelled, call.guest.name.as_str()), (4, true, "web"));
     assert_eq!(prepared.finish(5, &args(finish(5, "web", 0))), Err(error));
 }
@@ -129,5 +129,5 @@ fn finish_refuses_another_guests_cookie_and_a_missing_name() {
     }
     // A canceled migration has no cookie.
     let args = [prepare_args(&name, b"", 0), words(&[1])].concat();
-    assert!(prepared.finish(3, &args).unwrap().cancelled);
+    assert!(prepared.finish(3, &args).unwrap().0.cancelled);
 }

@@ -10,7 +10,7 @@ use crate::{ALLOWED_PROCEDURES, MAX_BUFFERED_BYTES, MAX_MESSAGE_BYTES, OPEN_URI}
 
 /// A gate that admits every guest but `secret`.
 fn gate() -> CallGate {
-    CallGate::new(Box::new(|call| match call.guest.name.as_str() {
+    CallGate::new(Box::new(|call| match call.guest().name.as_str() {
         "secret" => Err("the policy does not name secret".to_owned()),
         _ => Ok(()),
     }))

@@ -105,7 +105,7 @@ impl Server {
         let Some((message, descriptor)) = receive(daemon)? else { return Ok(false) };
         match (message.kind, descriptor) {
             (HOLD, Some(descriptor)) if self.held.len() < MAX_HELD => {
-                let refuse = |_: &vmferry_libvirt_rpc::PrepareCall| Err("no daemon runs".into());
+                let refuse = |_: &vmferry_libvirt_rpc::Asking<'_>| Err("no daemon runs".into());
                 let gate = CallGate::new(Box::new(refuse));
                 let held = Held { serial: message.serial, socket: descriptor.into(), gate };
                 self.held.insert(message.session, held);

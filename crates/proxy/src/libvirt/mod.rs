@@ -23,12 +23,13 @@ use std::sync::{Arc, Weak};
 
 use vmferry_handover::journal::{JournalError, SessionRecords, Side as JournalSide, record_files};
 use vmferry_handover::{FinishAnswer, FinishEntry, SessionId, SourceFinish};
-use vmferry_libvirt_rpc::{FinishCall, Guest, MigrateFlags, PrepareCall, SocketUri};
+use vmferry_libvirt_rpc::{Asking, FinishCall, Guest, MigrateFlags, PrepareCall, SocketUri};
 use vmferry_transport::PeerIdentity;
 use vmferry_wire::GuestIdentity;
 
 use crate::access::{self, Exit, SocketOrder};
 use crate::config::is_plain_name;
+use crate::definition::{self, Definition};
 use crate::entrances::{LocalSocket, listen_for_migration};
 use crate::error::ProxyError;
 use crate::event::ProxyEvent;
@@ -62,7 +63,8 @@ pub(crate) fn depart(
     let of_gate = Arc::downgrade(&session);
     let (shared, peer) = (Arc::downgrade(shared), peer.to_owned());
     let mut sockets: Vec<LocalSocket> = Vec::new();
-    let admit = move |call: &PrepareCall| {
+    let admit = move |asking: &Asking<'_>| {
+        let Asking::Prepare(call) = asking else { return Ok(()) };
         let Some(shared) = shared.upgrade() else { return Err("the daemon ends".into()) };
         for file in files_of(call, &directory)? {
             let socket = listen_for_migration(&shared, &peer, file, Arc::clone(&opened));
@@ -102,12 +104,15 @@ pub(crate) fn arrive(
     let session = Session::new(shared, name, session, part, socket);
     let of_gate = Arc::downgrade(&session);
     let (shared, peer, directory) = (Arc::downgrade(shared), peer.clone(), directory.to_owned());
-    let admit = move |call: &PrepareCall| {
+    let admit = move |asking: &Asking<'_>| {
         let Some(shared) = shared.upgrade() else { return Err("the daemon ends".into()) };
-        let identity = GuestIdentity { name: call.guest.name.clone(), uuid: call.guest.uuid };
+        let Guest { name, uuid } = asking.guest().clone();
+        let identity = GuestIdentity { name, uuid };
         if let Some(policy) = &shared.config().policy {
             policy.check_guest(&peer, &identity)?;
         }
+        judge_definitions(&shared, &peer, &identity, asking)?;
+        let Asking::Prepare(call) = asking else { return Ok(()) };
         let files = files_of(call, &path)?;
         for file in &files {
             let (directory, file) = (directory.clone(), file.clone());
@@ -119,6 +124,26 @@ pub(crate) fn arrive(
         Ok(())
     };
     session.destination_ends(Box::new(admit)).map_err(local)
+}
+
+/// Demands that this host's policy permits all of the definitions in a call. The one that libvirt
+/// keeps after the guest has ended comes with the Finish.
+///
+/// # Errors
+/// What it does not permit, for people.
+fn judge_definitions(
+    shared: &Shared,
+    peer: &PeerIdentity,
+    guest: &GuestIdentity,
+    asking: &Asking<'_>,
+) -> Result<(), String> {
+    let (xml, cookie) = match asking {
+        Asking::Prepare(call) => (Some(call.xml.as_str()), call.cookie.as_deref()),
+        Asking::Finish { cookie, .. } => (None, Some(*cookie)),
+    };
+    let judged = Definition { guest: &guest.name, xml, cookie };
+    let objections = definition::objections_of(shared, peer, guest, judged)?;
+    definition::refusal(&guest.name, &objections).map_or(Ok(()), Err)
 }
 
 fn begin(session: &Weak<Session>, call: &PrepareCall) -> Result<(), String> {

@@ -35,6 +35,10 @@ fn openings_have_these_bytes() {
             "05 01 07.00.00.00.00.00.00.00 05.00 small 50.00 07070707-0707-0707-0707-070707070707 \
              20 00000000-0000-0000-0000-000000000000 20 my 20 web",
         ),
+        (
+            Target::Judge(GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() }),
+            "06 01 07.00.00.00.00.00.00.00 24.00 00000000-0000-0000-0000-000000000000 03.00 web",
+        ),
     ];
     for (target, golden) in golden {
         let (opening, mut bytes) = (Opening { target, is_known: true, received: 7 }, Vec::new());

@@ -85,6 +85,7 @@ fn config(directory: PathBuf) -> ProxyConfig {
         forwards: Vec::new(),
         journals: directory.join("journals"),
         domains: None,
+        definition_facts: None,
         keeper: None,
         access: None,
         receivers: None,

@@ -9,12 +9,12 @@ use vmferry::vmm::newer;
 use vmferry_memory::{PAGE_SIZE, SlotId, SlotLayout};
 use vmferry_wire::{GuestIdentity, MAX_LANES};
 
+use crate::additions::Additions;
 use crate::error::QemuError;
 use crate::located;
 use crate::machine::{self, Machine};
 use crate::proc_stat::host;
 use crate::qmp::{Qmp, QmpError};
-use crate::vcpu::{self, Vcpu};
 
 /// The most channels in addition to the main stream. Each uses one lane, as the main stream does.
 pub const MAX_CHANNELS: u8 = MAX_LANES - 1;
@@ -163,13 +163,11 @@ fn shared_files(qmp: &mut Qmp) -> Result<Vec<(u64, u64)>, QmpError> {
 pub fn describe(
     identity: &GuestIdentity,
     own: &Description,
-    vcpu: Option<&Vcpu>,
+    additions: &Additions,
     post_copy: bool,
 ) -> vmferry::GuestDescription {
     let mut config = json!(own);
-    if let Some(vcpu) = vcpu {
-        newer::add_optional(&mut config, vcpu::MEMBER, vcpu);
-    }
+    additions.add_to(&mut config);
     if post_copy {
         newer::add_optional(&mut config, POST_COPY, &true);
     }

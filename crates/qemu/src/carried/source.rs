@@ -16,13 +16,14 @@ use super::description::{Description, MAX_CHANNELS, describe};
 use super::late::{self, FurtherChannel};
 use super::monitor::Monitor;
 use super::watch::{Begun, Watch};
+use crate::additions::Additions;
 use crate::direct_view::DirectView;
 use crate::error::QemuError;
 use crate::guest::{self, end_migration};
+use crate::inventory::{Allowed, Inventory, Parts};
 use crate::lock::Lock;
 use crate::machine::Machine;
 use crate::memory_file::{Leaving, Release};
-use crate::parts::Parts;
 use crate::qmp::{Qmp, Version};
 use crate::settings::{self, Settings, Streaming};
 use crate::stream::{Blocks, MainStream, MultifdChannel};
@@ -36,7 +37,7 @@ pub struct CarriedSource {
     pid: Option<u32>,
     identity: GuestIdentity,
     description: Description,
-    vcpu: Option<Vcpu>,
+    additions: Additions,
     parts: Parts,
     settings: Settings,
     throttle: u8,
@@ -77,7 +78,13 @@ impl CarriedSource {
         guest::must_be_migratable(&mut qmp)?;
         let parts = Parts::read(&mut qmp)?;
         let description = Description::read(&mut qmp, channels)?;
-        let vcpu = Vcpu::read(&mut qmp)?;
+        let inventory = Inventory::read(&mut qmp, &mut DirectView)?;
+        inventory.must_outlive_qemu()?;
+        let additions = Additions {
+            vcpu: Vcpu::read(&mut qmp)?,
+            inventory: Some(inventory),
+            allowed: Allowed::default(),
+        };
         let settings = Settings::read(&mut qmp)?;
         let identity = guest::identity(&mut qmp)?;
         let (version, pid) = (qmp.version(), qmp.pid());
@@ -89,7 +96,7 @@ impl CarriedSource {
             pid,
             identity,
             description,
-            vcpu,
+            additions,
             parts,
             settings,
             throttle: 0,
@@ -135,6 +142,17 @@ impl CarriedSource {
     #[must_use]
     pub fn memory_bytes(&self) -> u64 {
         self.description.blocks.iter().map(|block| block.bytes).sum()
+    }
+
+    /// The dirty bitmaps that stay behind, as `NAME of DEVICE`.
+    #[must_use]
+    pub fn ending_bitmaps(&self) -> &[String] {
+        self.additions.inventory.as_ref().map_or(&[], |inventory| &inventory.ending_bitmaps)
+    }
+
+    /// Allows the machine at the destination to differ.
+    pub fn allow_to_differ(&mut self, allowed: Allowed) {
+        self.additions.allowed = allowed;
     }
 
     /// The guest's name and UUID.
@@ -287,7 +305,7 @@ impl Resume for CarriedSource {
 
 impl StreamedVm for CarriedSource {
     fn describe(&self) -> GuestDescription {
-        describe(&self.identity, &self.description, self.vcpu.as_ref(), self.post_copy)
+        describe(&self.identity, &self.description, &self.additions, self.post_copy)
     }
 
     fn release(&self) -> String {

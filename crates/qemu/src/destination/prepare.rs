@@ -11,14 +11,16 @@ use vmferry::{Landing, PrepareError};
 
 use super::QemuDestination;
 use super::memory::{compare, empty, not_ours};
+use crate::additions::Additions;
 use crate::carried::{self, Arrival, Description, Offer};
 use crate::error::QemuError;
+use crate::inventory::{self, Inventory};
 use crate::machine::{self, Machine};
 use crate::proc_stat::host;
 use crate::qmp::Qmp;
 use crate::ram::{Block, Carrier};
 use crate::settings::Settings;
-use crate::vcpu::{self, Vcpu};
+use crate::vcpu::Vcpu;
 
 /// The source's description of itself.
 #[derive(Debug, Deserialize)]
@@ -42,11 +44,13 @@ impl QemuDestination {
             }
         };
         let mut offered: Offered = parse(config)?;
-        compare_vcpus(&mut self.qmp, config, &mut offered.machine)?;
+        let additions = Additions::of(config);
+        compare_vcpus(&mut self.qmp, &additions, &mut offered.machine)?;
         if let Some(difference) = machine::difference(&offered.machine, &self.description.machine) {
             return Err(PrepareError::Incompatible(difference));
         }
         compare(&offered.blocks, &ram.blocks)?;
+        compare_inventories(&mut self.qmp, &mut self.inventory, &additions)?;
         if offered.host == host() {
             let ours = || ram.carried().map(|block| block.file);
             let theirs = offered.blocks.iter().filter(|block| block.carrier == Carrier::Vmferry);
@@ -71,8 +75,10 @@ impl QemuDestination {
     /// Lets this QEMU receive the streams of a carried guest.
     pub(super) fn prepare_streams(&mut self, config: &[u8]) -> Result<Landing, PrepareError> {
         let mut offered: Description = parse(config)?;
-        compare_vcpus(&mut self.qmp, config, &mut offered.machine)?;
+        let additions = Additions::of(config);
+        compare_vcpus(&mut self.qmp, &additions, &mut offered.machine)?;
         self.description.check(&offered)?;
+        compare_inventories(&mut self.qmp, &mut self.inventory, &additions)?;
         if let Some(files) = &self.files {
             files.nobody_else_is_seen().map_err(not_ours)?;
         }
@@ -87,12 +93,31 @@ impl QemuDestination {
     }
 }
 
+/// Compares the source's inventory with this QEMU's, and sets here what was set there while the
+/// guest ran.
+fn compare_inventories(
+    qmp: &mut Qmp,
+    ours: &mut Inventory,
+    additions: &Additions,
+) -> Result<(), PrepareError> {
+    let Some(theirs) = &additions.inventory else { return Ok(()) };
+    let differences = ours.differences(theirs, additions.allowed);
+    if !differences.is_empty() {
+        return Err(PrepareError::Incompatible(differences.join("; ")));
+    }
+    inventory::apply(qmp, theirs, ours)
+        .map_err(|error| PrepareError::Vm(QemuError::from(error).into()))
+}
+
 /// Checks that a QEMU's vCPUs have the features that the guest uses. Where both sides list their
 /// features, these decide, and the CPU model in `offered` is ignored.
-fn compare_vcpus(qmp: &mut Qmp, config: &[u8], offered: &mut Machine) -> Result<(), PrepareError> {
-    let theirs: Option<Vcpu> = vmferry::vmm::newer::optional(config, vcpu::MEMBER);
-    let Some(theirs) = theirs else { return Ok(()) };
-    let ours = Vcpu::read_common(qmp, &theirs)
+fn compare_vcpus(
+    qmp: &mut Qmp,
+    additions: &Additions,
+    offered: &mut Machine,
+) -> Result<(), PrepareError> {
+    let Some(theirs) = &additions.vcpu else { return Ok(()) };
+    let ours = Vcpu::read_common(qmp, theirs)
         .map_err(|error| PrepareError::Vm(QemuError::from(error).into()))?;
     let Some(ours) = ours else { return Ok(()) };
     let model = offered.cpu.take().unwrap_or_default();

@@ -15,6 +15,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::identity::ProcessIdentity;
+use crate::inventory::OpenImage;
 use crate::memory_file::Sharing;
 use crate::process::Mapping;
 
@@ -35,6 +36,8 @@ pub enum Ask {
     End,
     /// The shared file mappings of a process.
     SharedMappings(u32),
+    /// The images and other files that a process has open.
+    OpenImages(u32),
     /// The page table of a process.
     Pagemap(u32),
     /// The file behind a mapping of a process. Only mappings that may hold guest memory are
@@ -70,6 +73,8 @@ pub enum Answer {
     Done,
     /// The mappings.
     Mappings(Vec<Mapping>),
+    /// The files.
+    Images(Vec<OpenImage>),
     /// Whether it is stopped.
     Stopped(bool),
     /// The identity of the process.

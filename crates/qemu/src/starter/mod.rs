@@ -26,6 +26,7 @@ use crate::direct_view::DirectView;
 use crate::error::QemuError;
 use crate::fault_access::{DirectFaults, FaultAccess};
 use crate::identity::ProcessIdentity;
+use crate::inventory::OpenImage;
 use crate::memory_file::Examiner;
 use crate::process::Mapping;
 use crate::view::{Looker, View};
@@ -161,6 +162,10 @@ impl View for LocalStarter {
 
     fn open_file(&mut self, pid: u32, mapping: &Mapping) -> Result<File, QemuError> {
         DirectView.open_file(pid, mapping)
+    }
+
+    fn open_images(&mut self, pid: u32) -> Result<Vec<OpenImage>, QemuError> {
+        DirectView.open_images(pid)
     }
 
     fn identify(&mut self, pid: u32) -> Result<ProcessIdentity, QemuError> {

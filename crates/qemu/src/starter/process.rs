@@ -15,6 +15,7 @@ use super::{Keep, LocalStarter, Starter, local};
 use crate::error::QemuError;
 use crate::fault_access::{self, FaultAccess};
 use crate::identity::ProcessIdentity;
+use crate::inventory::OpenImage;
 use crate::memory_file::{self, Examiner};
 use crate::process::Mapping;
 use crate::qmp::Qmp;
@@ -89,6 +90,13 @@ impl View for StarterProcess {
     fn shared_mappings(&mut self, pid: u32) -> Result<Vec<Mapping>, QemuError> {
         match self.ask(&Ask::SharedMappings(pid))? {
             (Answer::Mappings(mappings), _) => Ok(mappings),
+            _ => Err(unexpected()),
+        }
+    }
+
+    fn open_images(&mut self, pid: u32) -> Result<Vec<OpenImage>, QemuError> {
+        match self.ask(&Ask::OpenImages(pid))? {
+            (Answer::Images(images), _) => Ok(images),
             _ => Err(unexpected()),
         }
     }
@@ -223,6 +231,7 @@ fn answer(starter: &mut LocalStarter, ask: Ask) -> Result<(Answer, Option<File>)
         Err(QemuError::Process { action, pid, source })
     };
     if let Ask::SharedMappings(pid)
+    | Ask::OpenImages(pid)
     | Ask::Pagemap(pid)
     | Ask::OpenFile(pid, _)
     | Ask::IsStopped(pid)
@@ -247,6 +256,7 @@ fn answer(starter: &mut LocalStarter, ask: Ask) -> Result<(Answer, Option<File>)
             (Answer::Done, None)
         }
         Ask::SharedMappings(pid) => (Answer::Mappings(starter.shared_mappings(pid)?), None),
+        Ask::OpenImages(pid) => (Answer::Images(starter.open_images(pid)?), None),
         Ask::Pagemap(pid) => (Answer::Done, Some(starter.pagemap(pid)?)),
         Ask::OpenFile(pid, asked) => {
             // The requester gets guest memory only: QEMU also has its disks open, some of them

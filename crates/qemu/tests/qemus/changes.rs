@@ -38,8 +38,6 @@ fn changed_device_or_disk_ends_the_migration_and_is_named_on_both_sides() {
         let world = World::new();
         let disk = world.disk(16);
         let snapshot = world.path("snapshot.qcow2");
-        let monitor = world.path("second.qmp");
-        let socket = format!("unix:{},server=on,wait=off", monitor.display());
         let node = format!("driver=file,node-name=disk,filename={}", disk.display());
         let machine = Machine::on_kvm(version, "hot=8,rate=40000").with(&[
             "-device",
@@ -49,8 +47,6 @@ fn changed_device_or_disk_ends_the_migration_and_is_named_on_both_sides() {
             "-device",
             "virtio-blk-pci,drive=disk,id=root",
         ]);
-        let mut here = machine.clone().with(&["-qmp", &socket]).start(&world, "here");
-        here.check_guest();
         let cover = format!(
             r#"{{
                 "execute": "blockdev-snapshot-sync",
@@ -63,10 +59,15 @@ fn changed_device_or_disk_ends_the_migration_and_is_named_on_both_sides() {
             snapshot.display()
         );
         let changes = [
-            (cover.as_str(), "the disk `/machine/peripheral/root/virtio-backend` was changed from"),
+            (cover.as_str(), "the disk `root` was changed from"),
             (ADD, "the device `virtio-rng-pci` (`odd`) was added"),
         ];
         for (number, (change, says)) in (1..).zip(changes) {
+            let monitor = world.path(&format!("second-{number}.qmp"));
+            let socket = format!("unix:{},server=on,wait=off", monitor.display());
+            let here = machine.clone().with(&["-qmp", &socket]);
+            let mut here = here.start(&world, &format!("here-{number}"));
+            here.check_guest();
             let there = machine.incoming(&world, &format!("there-{number}"));
             let (error, told) =
                 migrate_after(&world, number, &here, &there, || order(&monitor, change));

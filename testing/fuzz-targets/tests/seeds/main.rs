@@ -46,6 +46,7 @@ mod balloon;
 mod certificate;
 mod codec;
 mod control;
+mod definition;
 mod engine;
 mod inspect;
 mod libvirt_rpc;

@@ -31,6 +31,14 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
         "status": "active", "ram": { "remaining": u64::MAX }, "expected-downtime": u64::MAX,
         "blocked-reasons": ["a device"],
     });
+    let drive = json!({
+        "device": "disk", "qdev": "/machine/peripheral/disk/virtio-backend",
+        "inserted": {
+            "file": "/a", "drv": "qcow2", "ro": false, "node-name": "d",
+            "image": { "filename": "/a", "format": "qcow2", "virtual-size": 1 << 30 },
+            "dirty-bitmaps": [{ "name": "b", "granularity": 65_536, "persistent": false }],
+        },
+    });
     let answers: [Vec<Value>; READERS as usize] = [
         vec![of(json!(tree)), of(json!("pc-q35-10.0-machine")), of(cpus.clone())],
         vec![
@@ -58,6 +66,14 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
             of(json!(blocks)),
             of(json!([{ "id": "ram", "share": true }])),
             of(json!("/dev/null")),
+        ],
+        vec![
+            of(json!({ "sockets": 1, "cores": 2, "cpus": 2 })),
+            of(json!(blocks)),
+            of(json!(tree)),
+            of(json!([])),
+            of(json!([drive.clone()])),
+            of(json!([drive])),
         ],
         vec![stop, of(migration)],
         vec![json!({ "event": "RESUME" }), json!({ "event": "MIGRATION", "data": {} })],

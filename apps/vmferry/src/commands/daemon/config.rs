@@ -265,6 +265,7 @@ impl Configuration {
             qemu,
             journals: PathBuf::new(),
             domains: None,
+            definition_facts: None,
             keeper: None,
             access: None,
             receivers: None,

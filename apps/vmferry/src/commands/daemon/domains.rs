@@ -104,7 +104,7 @@ pub fn abort_job(uuid: Uuid) -> Result<(), String> {
 }
 
 /// Runs `virsh`, and returns what it prints, or its errors.
-fn virsh(arguments: &[&str]) -> Result<String, String> {
+pub(super) fn virsh(arguments: &[&str]) -> Result<String, String> {
     let mut virsh = Command::new("timeout");
     virsh.args([TIMEOUT_S, "virsh", "--quiet", "--connect", URI]).args(arguments);
     let Output { status, stdout, stderr } = virsh

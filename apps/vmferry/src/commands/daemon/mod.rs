@@ -11,6 +11,7 @@ pub mod keeper;
 mod lines;
 pub mod receivers;
 mod report;
+mod resources;
 mod served;
 pub mod streams;
 
@@ -126,6 +127,7 @@ impl Beside {
     fn equip(&self, config: &mut ProxyConfig) {
         config.journals.clone_from(&self.journals);
         config.domains = Some(Arc::clone(&self.helper) as _);
+        config.definition_facts = Some(Arc::clone(&self.helper) as _);
         config.keeper = Some(Arc::clone(&self.helper) as _);
         config.access = Some(Arc::clone(&self.helper) as _);
         config.receivers = Some(Arc::clone(&self.starter) as _);

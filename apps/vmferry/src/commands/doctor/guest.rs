@@ -115,6 +115,19 @@ pub fn of_qemu(qmp: &Path, findings: &mut Findings) -> Option<Guest> {
             }
         }
     }
+    let bitmaps = match &reached {
+        Reached::Attached(source) => source.ending_bitmaps(),
+        Reached::Carried { source, .. } => source.ending_bitmaps(),
+    };
+    if !bitmaps.is_empty() {
+        findings.bad(
+            "bitmaps",
+            Level::Warning,
+            &object,
+            format!("dirty bitmaps that are not persistent are not moved: {}", bitmaps.join(", ")),
+            "expect a full backup at the destination, or make them persistent in a qcow2 image",
+        );
+    }
     let throttling = match &mut reached {
         Reached::Attached(source) => source.allow_throttling().map_err(|error| chain(&error)),
         Reached::Carried { source, .. } => {

@@ -8,7 +8,7 @@ use vmferry::source::{Orders, Report, SourceOutcome, migrate, migrate_streamed};
 use vmferry::stats::SourceStats;
 use vmferry::vmm::streamed::StreamedVm;
 use vmferry::{MigrateError, SourceConfig};
-use vmferry_qemu::{Machine, QemuError, Reached, Release, Settings, Version};
+use vmferry_qemu::{Allowed, Machine, QemuError, Reached, Release, Settings, Version};
 use vmferry_transport::Dialer;
 use vmferry_wire::GuestIdentity;
 
@@ -44,6 +44,7 @@ impl Found {
     pub fn look(qmp: &Path, options: &SendOptions) -> Result<Self, Failure> {
         let multifd = options.multifd.unwrap_or(0);
         let mut source = Reached::by(qmp, options.mode.into(), multifd)?;
+        source.allow_to_differ(Allowed { disks_differ: options.disks_differ });
         let throttle = options.migration.throttle;
         match &mut source {
             Reached::Attached(attached) if throttle > 0 => attached.allow_throttling()?,
@@ -125,6 +126,14 @@ impl Found {
         }
     }
 
+    /// The dirty bitmaps that stay behind.
+    pub fn ending_bitmaps(&self) -> &[String] {
+        match &self.0 {
+            Reached::Attached(attached) => attached.ending_bitmaps(),
+            Reached::Carried { source: carried, .. } => carried.ending_bitmaps(),
+        }
+    }
+
     /// Whether its migration can be held before the switchover.
     pub fn can_be_held(&self) -> bool {
         matches!(self.0, Reached::Attached(_))
@@ -171,6 +180,7 @@ impl Found {
             "mode": self.mode(),
             "version": self.version().to_string(),
             "machine": self.machine().kind,
+            "ending_bitmaps": self.ending_bitmaps(),
         });
         match &self.0 {
             Reached::Attached(attached) => {
@@ -195,6 +205,13 @@ impl Found {
         let (version, machine) = (self.version(), &self.machine().kind);
         if self.is_paused() {
             output.note("the guest is paused and arrives paused: `cont` by QMP resumes it there");
+        }
+        if !self.ending_bitmaps().is_empty() {
+            output.note(format!(
+                "dirty bitmaps that are not persistent stay behind, so the next backup there is a \
+                 full one: {}",
+                self.ending_bitmaps().join(", ")
+            ));
         }
         match &self.0 {
             Reached::Attached(attached) => {

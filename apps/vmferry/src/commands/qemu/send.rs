@@ -106,6 +106,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         hook_runner: gate.as_ref().map(|gate| gate.runner()),
     })?;
     let facts = found.facts();
+    let ended_bitmaps = found.ending_bitmaps().join(", ");
     found.describe(output);
     let progress = Progress::new(output, JsonEvents::All, saved);
     progress.event(&json!(Started::new(
@@ -157,6 +158,12 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
                     report_kept(&release, output);
                     stats["qemu"]["freed_bytes"] = json!(release.freed_bytes);
                 }
+            }
+            if !ended_bitmaps.is_empty() {
+                output.note(format!(
+                    "these dirty bitmaps were not moved, so the next backup is a full one: \
+                     {ended_bitmaps}"
+                ));
             }
             if let Some(failure) = lost {
                 return Err(failure);

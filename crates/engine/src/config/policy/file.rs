@@ -8,6 +8,7 @@ use vmferry_transport::PeerIdentity;
 use vmferry_wire::GuestIdentity;
 
 use super::PolicyError;
+use super::definition::DefinitionRules;
 use super::pattern::{NamePattern, SourcePattern};
 
 #[derive(Debug, Deserialize)]
@@ -24,6 +25,7 @@ pub struct Rule {
     source: Source,
     guests: Vec<NamePattern>,
     uuids: Vec<uuid::Uuid>,
+    definition: Arc<DefinitionRules>,
 }
 
 #[derive(Clone, Debug)]
@@ -43,6 +45,8 @@ struct RuleText {
     guests: Vec<NamePattern>,
     #[serde(default)]
     uuids: Vec<uuid::Uuid>,
+    #[serde(default)]
+    definition: DefinitionRules,
 }
 
 impl TryFrom<RuleText> for Rule {
@@ -59,7 +63,8 @@ impl TryFrom<RuleText> for Rule {
                 "a rule needs `guests` (names) or `uuids`: guests = [\"*\"] is every guest",
             );
         }
-        Ok(Self { source, guests: text.guests, uuids: text.uuids })
+        let definition = Arc::new(text.definition);
+        Ok(Self { source, guests: text.guests, uuids: text.uuids, definition })
     }
 }
 
@@ -78,6 +83,11 @@ impl Rule {
     pub fn names(&self, guest: &GuestIdentity) -> bool {
         self.uuids.contains(&guest.uuid)
             || self.guests.iter().any(|pattern| pattern.matches(&guest.name))
+    }
+
+    /// What the definition of a guest may name.
+    pub fn definition(&self) -> &Arc<DefinitionRules> {
+        &self.definition
     }
 }
 
@@ -130,6 +140,17 @@ mod tests {
             ("[[allow]]\nsource = \"\"\nguests = [\"x\"]\n", 2, "is no name"),
             ("[[allow]]\nsource = \"a b\"\nguests = [\"x\"]\n", 2, "is no name"),
             ("[[allow]]\nsource = \"a\"\nuuids = [\"x\"]\n", 3, ""),
+            (
+                "[[allow]]\nsource = \"a\"\nguests = [\"x\"]\n[allow.definition]\nbridge = []\n",
+                5,
+                "unknown field `bridge`",
+            ),
+            (
+                "[[allow]]\nsource = \"a\"\nguests = [\"x\"]\n[allow.definition]\n\
+                 devices = [\"sda\"]\n",
+                5,
+                "no device below",
+            ),
             ("[[allow]\n", 1, ""),
         ] {
             std::fs::write(&path, text).unwrap();

@@ -20,6 +20,12 @@ const KEY_PREFIX: &str = "key:";
 #[serde(transparent)]
 pub struct NamePattern(String);
 
+/// A pattern for a path or URL, in which a `*` matches anything within one part: it never crosses a
+/// `/`.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(transparent)]
+pub struct PathPattern(pub(super) String);
+
 impl TryFrom<String> for SourcePattern {
     type Error = String;
 
@@ -52,6 +58,13 @@ impl NamePattern {
     /// Whether the pattern matches this guest's name.
     pub fn matches(&self, name: &str) -> bool {
         matches(&self.0, name, None)
+    }
+}
+
+impl PathPattern {
+    /// Whether the pattern matches this path or URL.
+    pub fn matches(&self, text: &str) -> bool {
+        matches(&self.0, text, Some(b'/'))
     }
 }
 

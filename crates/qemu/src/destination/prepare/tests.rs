@@ -38,7 +38,7 @@ fn golden_description_of_an_attached_guest() {
         block("pc.ram", 128 << 20, Carrier::Vmferry, (27, 9)),
         block("pc.bios", 256 << 10, Carrier::Qemu, (0, 0)),
     ];
-    let written = ram::describe(&machine(), None, &blocks, "boot");
+    let written = ram::describe(&machine(), &blocks, "boot", &Additions::default());
     let written: serde_json::Value = serde_json::from_slice(&written).unwrap();
     assert_eq!(written, serde_json::from_str::<serde_json::Value>(ATTACHED).unwrap());
     let read: Offered = parse(ATTACHED.as_bytes()).unwrap();
@@ -51,13 +51,14 @@ fn golden_description_of_an_attached_guest() {
 #[test]
 fn golden_description_with_vcpus_is_read_by_older_releases() {
     let features = ["avx2".to_owned()].into();
-    let vcpu = Vcpu { vendor: "GenuineIntel".into(), features };
-    let written = ram::describe(&machine(), Some(&vcpu), &[], "boot");
+    let vcpu = Some(Vcpu { vendor: "GenuineIntel".into(), features });
+    let additions = Additions { vcpu, ..Additions::default() };
+    let written = ram::describe(&machine(), &[], "boot", &additions);
     let text = String::from_utf8(written.clone()).unwrap();
     let member = r#""optional":{"vcpu":{"vendor":"GenuineIntel","features":["avx2"]}}"#;
     assert!(text.contains(member), "{text}");
     assert_eq!(parse::<Offered>(&written).unwrap().machine, machine());
-    assert_eq!(vmferry::vmm::newer::optional(&written, vcpu::MEMBER), Some(vcpu));
+    assert_eq!(Additions::of(&written), additions);
 }
 
 #[test]

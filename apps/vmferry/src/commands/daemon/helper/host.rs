@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use parking_lot::Mutex;
 use vmferry_proxy::{
     Domains, HostAccess, HostReport, HostSockets, KeeperProgram, Places, SocketDone, SocketFile,
-    SocketOrder,
+    SocketOrder, definition,
 };
 use vmferry_transport::Address;
 
@@ -16,7 +16,7 @@ use crate::commands::daemon::config::Configuration;
 use crate::commands::daemon::domains::{LibvirtDomains, abort_job};
 use crate::commands::daemon::keeper::KeeperAt;
 use crate::commands::daemon::report::DaemonHost;
-use crate::commands::daemon::{LIBVIRT, keeper_socket};
+use crate::commands::daemon::{LIBVIRT, keeper_socket, resources};
 use crate::commands::prepared_directories;
 use crate::exit::Failure;
 
@@ -85,6 +85,10 @@ impl Host {
             Ask::Facts => {
                 let report = self.report.get_or_init(|| DaemonHost::new(LIBVIRT));
                 Said::Facts(Box::new(report.facts()))
+            }
+            Ask::Resources => Said::Resources(resources::of_libvirt()?),
+            Ask::Resolve(path) => {
+                Said::Resolved(definition::resolve(path).map_err(|error| error.to_string())?)
             }
             Ask::Keeper => {
                 let keeper = self.keeper.connect().map_err(|error| error.to_string())?;

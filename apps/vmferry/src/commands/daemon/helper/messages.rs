@@ -4,11 +4,13 @@
 //! request waits for another one. The descriptor of an answer accompanies its first byte.
 
 use std::net::IpAddr;
+use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 use vmferry::probe::HostFacts;
 use vmferry_handover::GuestIdentity;
+use vmferry_proxy::definition::{LibvirtResources, Resolved};
 use vmferry_proxy::{DomainState, Owner, SocketFile, SocketOrder};
 
 /// A request.
@@ -31,6 +33,10 @@ pub enum Ask {
     AbortJob(Uuid),
     /// The facts about this host and its libvirt.
     Facts,
+    /// What libvirt offers to guests.
+    Resources,
+    /// Where a path of a definition leads.
+    Resolve(PathBuf),
     /// A connection to the keeper, which is started if there is none.
     Keeper,
 }
@@ -55,6 +61,10 @@ pub enum Said {
     Domain(DomainState),
     /// The facts.
     Facts(Box<HostFacts>),
+    /// What libvirt offers.
+    Resources(LibvirtResources),
+    /// Where the path leads.
+    Resolved(Resolved),
     /// It can't be done, with the reason.
     Failed(String),
 }

@@ -5,7 +5,8 @@
 //!                    <-- sockets, as descriptors --
 //! ```
 //! The daemon reads from the network, and the helper only from the daemon. The helper reads the
-//! configuration itself. A request names peers, rules and guests, and never paths.
+//! configuration itself. A request names peers, rules and guests. The only paths are those of
+//! definitions: the helper says where they lead, and opens nothing there.
 
 mod host;
 pub mod messages;
@@ -25,6 +26,7 @@ use uuid::Uuid;
 use vmferry::probe::{HostFacts, LibvirtFacts};
 use vmferry_control::descriptors::{self, Receiver};
 use vmferry_handover::{DomainSeen, GuestIdentity};
+use vmferry_proxy::definition::{DefinitionFacts, LibvirtResources, Resolved};
 use vmferry_proxy::{
     DomainState, Domains, HostAccess, HostReport, KeeperProgram, Owner, ProxyError, SocketDone,
     SocketOrder,
@@ -169,6 +171,24 @@ impl Domains for Helper {
         match self.ask(&Ask::Look(guest.clone())) {
             Ok((Said::Domain(state), _)) => state,
             _ => DomainState::Seen(DomainSeen::NoAnswer),
+        }
+    }
+}
+
+impl DefinitionFacts for Helper {
+    fn libvirt(&self) -> Result<LibvirtResources, String> {
+        match self.ask(&Ask::Resources) {
+            Ok((Said::Resources(resources), _)) => Ok(resources),
+            Ok(_) => Err(vmferry::chain(&HelperError::OtherAnswer)),
+            Err(error) => Err(vmferry::chain(&error)),
+        }
+    }
+
+    fn resolve(&self, path: &Path) -> Result<Resolved, String> {
+        match self.ask(&Ask::Resolve(path.to_owned())) {
+            Ok((Said::Resolved(resolved), _)) => Ok(resolved),
+            Ok(_) => Err(vmferry::chain(&HelperError::OtherAnswer)),
+            Err(error) => Err(vmferry::chain(&error)),
         }
     }
 }

@@ -24,6 +24,8 @@ pub struct Libvirt {
     pub qemu_user: Option<u32>,
     /// The guest, if it can be read.
     pub guest: Option<Guest>,
+    /// Its definition, as libvirt sends it to another host.
+    pub definition: Option<String>,
 }
 
 /// Checks libvirt and the guest. `None` if libvirt does not answer.
@@ -44,7 +46,11 @@ pub fn look(
     look_at_releases(&releases, findings);
     let qemu_user = look_at_confinement(virsh, findings);
     let guest = look_at_guest(virsh, guest, findings)?;
-    Ok(Some(Libvirt { releases, qemu_user, guest }))
+    let definition = guest.as_ref().and_then(|guest| {
+        let uuid = guest.identity.uuid.to_string();
+        virsh.run(&["dumpxml", "--migratable", "--domain", &uuid]).ok()
+    });
+    Ok(Some(Libvirt { releases, qemu_user, guest, definition }))
 }
 
 fn look_at_releases(releases: &Releases, findings: &mut Findings) {

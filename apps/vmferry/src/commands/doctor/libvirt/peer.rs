@@ -2,11 +2,13 @@
 
 use serde_json::Value;
 use vmferry::probe::{HostFacts, LibvirtFacts};
+use vmferry_proxy::ask_to_judge;
 use vmferry_transport::Dialer;
 
 use super::daemon::Daemon;
 use super::here::Libvirt;
 use crate::args::DoctorOptions;
+use crate::commands::doctor::guest::Guest;
 use crate::commands::doctor::peer::{Asking, Program, facts};
 use crate::commands::doctor::{Findings, Level};
 use crate::commands::libvirt::Version;
@@ -47,6 +49,11 @@ pub fn look(
     let Some(probed) = asking.ask(hosts.ours, guest, output, findings) else {
         return Ok(Value::Null);
     };
+    if let (None, Some(guest), Some(xml)) =
+        (&probed.refusal, guest, hosts.libvirt.and_then(|libvirt| libvirt.definition.as_deref()))
+    {
+        look_at_definition(&dialer, to, guest, xml, findings);
+    }
     match &probed.host.libvirt {
         Some(theirs) => look_at_libvirt(to, theirs, hosts, findings),
         // A host that this one may not send to says nothing about itself.
@@ -60,6 +67,43 @@ pub fn look(
         ),
     }
     Ok(facts(&probed, to, options))
+}
+
+/// Asks the peer what its policy does not permit in the guest's definition.
+fn look_at_definition(
+    dialer: &Dialer,
+    to: &str,
+    guest: &Guest,
+    xml: &str,
+    findings: &mut Findings,
+) {
+    // libvirt sends no XML declaration, and `virsh` may print an empty line at the end.
+    match ask_to_judge(dialer, &guest.identity, xml.trim()) {
+        Ok(None) => findings.bad(
+            "definition",
+            Level::Warning,
+            to,
+            "its daemon does not say what its policy permits",
+            "upgrade vmferry there",
+        ),
+        Ok(Some(objections)) if objections.is_empty() => {
+            findings.ok("definition", to, "its policy permits the guest's whole definition");
+        }
+        Ok(Some(objections)) => {
+            for objection in objections {
+                let remedy = match &objection.permit {
+                    Some(line) => format!("{line} in [allow.definition] of the policy there"),
+                    None => "change the guest, or see docs/security.md".to_owned(),
+                };
+                let why = objection.without_remedy();
+                findings.bad("definition", Level::Error, to, why, remedy);
+            }
+        }
+        Err(error) => {
+            let why = vmferry::chain(&error);
+            findings.bad("definition", Level::Warning, to, why, "see the log of its daemon");
+        }
+    }
 }
 
 fn look_at_libvirt(to: &str, theirs: &LibvirtFacts, hosts: &Hosts, findings: &mut Findings) {
@@ -119,7 +163,7 @@ mod tests {
         let proxy = configuration.proxy(&Output::new(false, true), Owner::default()).unwrap();
         let daemon = Daemon { configuration, proxy };
         let releases = Releases { libvirt: Some("11.3.0".into()), qemu: Some("10.0.2".into()) };
-        let libvirt = Libvirt { releases, qemu_user: None, guest: None };
+        let libvirt = Libvirt { releases, qemu_user: None, guest: None, definition: None };
         let hosts = Hosts { ours: &HostFacts::default(), libvirt: Some(&libvirt), daemon: &daemon };
         let mut findings = Findings::default();
         look_at_libvirt("host-b", theirs, &hosts, &mut findings);

@@ -1,0 +1,161 @@
+//! Another host asks beforehand whether this one permits a guest's definition (`vmferry doctor`).
+//!
+//! ```text
+//!  host with the guest                 daemon
+//!    Opening: judge GUEST             ->   policy
+//!    the definition, with its length  ->   judges
+//!         <-  Answer: judged; the objections as JSON, with their length
+//! ```
+//! The answer promises nothing: the definition of the migration is judged again.
+
+use std::io::{self, Read, Write};
+use std::time::Duration;
+
+use vmferry::MigrateError;
+use vmferry_handover::GuestIdentity;
+use vmferry_transport::{ChannelReader, ChannelWriter, Dialer, PeerIdentity, TransportError};
+use vmferry_wire::{Hello, Reason, ReasonCode, Role, Token};
+
+use crate::definition::{self, Definition, Objection};
+use crate::event::ProxyEvent;
+use crate::proxy::Shared;
+use crate::records::{Answer, Opening, PROXY_VERSION, Target};
+
+/// The longest definition, in bytes: as in a Prepare.
+const MAX_DEFINITION_BYTES: u32 = 4 << 20;
+
+/// The longest answer, in bytes.
+const MAX_ANSWER_BYTES: u32 = 1 << 20;
+
+/// How long a host waits for the answer. `virsh` there may take its time.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Asks the daemon that `dialer` reaches what its policy does not permit in a guest's definition.
+/// `None` if the daemon is of a release that judges no definitions.
+///
+/// # Errors
+/// The host can't be reached, or refuses this host or the guest.
+pub fn ask_to_judge(
+    dialer: &Dialer,
+    guest: &GuestIdentity,
+    xml: &str,
+) -> Result<Option<Vec<Objection>>, MigrateError> {
+    let refused = |code, text: &str| {
+        let reason = Reason::new(code, text);
+        MigrateError::Refused { peer: "destination", reason }
+    };
+    let address = dialer.address.to_string();
+    let lost = |error| MigrateError::from(TransportError::from_io(error, &address));
+    let (mut reader, mut writer) = dialer.connect()?.split();
+    writer.set_timeout(Some(dialer.connect_timeout))?;
+    reader.set_timeout(Some(ANSWER_TIMEOUT))?;
+    let hello = Hello {
+        version_min: PROXY_VERSION,
+        version_max: PROXY_VERSION,
+        role: Role::Stream,
+        lane: 0,
+        token: Token([0; 16]),
+        attempt: 0,
+    };
+    let opening = Opening { target: Target::Judge(guest.clone()), is_known: false, received: 0 };
+    writer.write_all(&hello.encode()).and_then(|()| opening.write(&mut writer)).map_err(lost)?;
+    // A daemon that does not know the question closes the connection.
+    let sent = write_text(&mut writer, xml.as_bytes());
+    match Answer::read(&mut reader) {
+        Ok(Answer::Judged) => {
+            let text = read_text(&mut reader, MAX_ANSWER_BYTES).map_err(lost)?;
+            let bad = |_| refused(ReasonCode::Protocol, "its answer can't be read");
+            serde_json::from_slice(&text).map(Some).map_err(bad)
+        }
+        Ok(Answer::Refused { reason }) => Err(refused(ReasonCode::Unauthorized, &reason)),
+        Ok(answer) => {
+            Err(refused(ReasonCode::Protocol, &format!("it answers another question: {answer:?}")))
+        }
+        Err(_) if sent.is_err() => Ok(None),
+        Err(crate::records::RecordError::Io(error))
+            if matches!(
+                error.kind(),
+                io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset
+            ) =>
+        {
+            Ok(None)
+        }
+        Err(error) => Err(refused(ReasonCode::Protocol, &vmferry::chain(&error))),
+    }
+}
+
+/// Judges the definition that a peer sends, and answers.
+pub(crate) fn answer(
+    shared: &Shared,
+    peer: &PeerIdentity,
+    guest: &GuestIdentity,
+    (mut reader, mut writer): (ChannelReader, ChannelWriter),
+) {
+    let judged = judge(shared, peer, guest, &mut reader);
+    // The peer may have gone.
+    let _ = match judged {
+        Ok(objections) => {
+            let text = serde_json::to_vec(&objections).unwrap_or_default();
+            let answered = Answer::Judged.write(&mut writer);
+            answered.and_then(|()| write_text(&mut writer, &text))
+        }
+        Err(reason) => {
+            let (peer, wanted) = (peer.to_string(), format!("ask about {}", guest.name));
+            shared.tell(ProxyEvent::Refused { peer, wanted, reason: reason.clone() });
+            Answer::Refused { reason }.write(&mut writer)
+        }
+    };
+    let _ = writer.finish();
+}
+
+fn judge(
+    shared: &Shared,
+    peer: &PeerIdentity,
+    guest: &GuestIdentity,
+    reader: &mut ChannelReader,
+) -> Result<Vec<Objection>, String> {
+    let config = shared.config();
+    if let Some(policy) = &config.policy {
+        policy.check_source(peer).and_then(|()| policy.check_guest(peer, guest))?;
+    }
+    let text = read_text(reader, MAX_DEFINITION_BYTES).map_err(|error| error.to_string())?;
+    let xml = String::from_utf8(text).map_err(|_| "the definition is no text".to_owned())?;
+    let judged = Definition { guest: &guest.name, xml: Some(&xml), cookie: None };
+    definition::objections_of(shared, peer, guest, judged)
+}
+
+/// Writes a text after its length in four bytes.
+fn write_text(writer: &mut impl Write, text: &[u8]) -> io::Result<()> {
+    let length = u32::try_from(text.len()).map_err(io::Error::other)?;
+    writer.write_all(&length.to_le_bytes())?;
+    writer.write_all(text)?;
+    writer.flush()
+}
+
+/// Reads a text after its length. Memory grows with what arrives.
+fn read_text(reader: &mut impl Read, most: u32) -> io::Result<Vec<u8>> {
+    let mut length = [0; 4];
+    reader.read_exact(&mut length)?;
+    let length = u32::from_le_bytes(length);
+    if length > most {
+        return Err(io::Error::other(format!("a text of {length} bytes is longer than {most}")));
+    }
+    let mut text = Vec::new();
+    reader.take(length.into()).read_to_end(&mut text)?;
+    if text.len() < length as usize { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(text) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn texts_are_read_as_written_and_bounded() {
+        let mut bytes = Vec::new();
+        write_text(&mut bytes, b"<domain/>").unwrap();
+        assert_eq!(read_text(&mut &bytes[..], 9).unwrap(), b"<domain/>");
+        assert!(read_text(&mut &bytes[..], 8).is_err());
+        assert!(read_text(&mut &bytes[..bytes.len() - 1], 9).is_err());
+        assert!(read_text(&mut &[255; 4][..], MAX_DEFINITION_BYTES).is_err());
+    }
+}
