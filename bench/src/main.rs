@@ -20,6 +20,7 @@ mod qemus;
 mod raw;
 mod results;
 mod socket;
+mod storage;
 mod transport;
 
 use std::path::PathBuf;
@@ -74,6 +75,8 @@ enum Name {
     /// Ways to send frames over a TCP socket: system calls, socket options, frame lengths and TLS
     /// batch lengths. As root, also between two network namespaces.
     Socket,
+    /// The cost of comparing the disks of both hosts while the guest is paused. Needs KVM and root.
+    Storage,
     /// Traversal of dirty bitmaps: by byte, by word, with SIMD, and with a summary.
     Bitmap,
     /// The cost of a harvest with each dirty log.
@@ -114,7 +117,9 @@ fn main() -> anyhow::Result<()> {
         "--full works only with `compression`, which has a full size"
     );
     match arguments.name {
-        Name::Qemu | Name::Carried | Name::PostCopy => interrupt::kill_children_on_signal()?,
+        Name::Qemu | Name::Carried | Name::PostCopy | Name::Storage => {
+            interrupt::kill_children_on_signal()?
+        }
         Name::Libvirt => interrupt::stop_on_signal()?,
         _ => {}
     }
@@ -143,6 +148,7 @@ fn measure(arguments: &Arguments) -> anyhow::Result<Results> {
         Name::Libvirt => libvirt::run(arguments.quick)?,
         Name::Place => place::run(arguments.quick)?,
         Name::Socket => socket::run(arguments.quick)?,
+        Name::Storage => storage::run(arguments.quick)?,
         Name::DirtyLog => dirty_log::run(arguments.quick)?,
         Name::Bitmap => bitmap::run(arguments.quick)?,
         Name::FreePages => free_pages::run(arguments.quick)?,

@@ -112,10 +112,15 @@ pub fn control(message: &ControlMessage) -> Value {
             }
             begin
         }
-        ControlMessage::Accept { release, verifies_placed, post_copy, .. } => {
+        ControlMessage::Accept {
+            release, verifies_placed, post_copy, compares_storage, ..
+        } => {
             let mut accept = json!({ "token": "(secret)", "release": release });
             if *verifies_placed {
                 accept["verifies_placed"] = true.into();
+            }
+            if *compares_storage {
+                accept["compares_storage"] = true.into();
             }
             match post_copy {
                 Some(Ok(())) => accept["post_copy"] = true.into(),
@@ -128,13 +133,16 @@ pub fn control(message: &ControlMessage) -> Value {
             reason(why)
         }
         ControlMessage::Placed { lane, sequence } => json!({ "lane": lane, "sequence": sequence }),
-        ControlMessage::Final { lane_sequences, digest, state, kind, .. } => {
+        ControlMessage::Final { lane_sequences, digest, state, kind, storage_sample, .. } => {
             let mut last = json!({
                 "lane_sequences": lane_sequences, "digest": hex(*digest),
                 "state_bytes": state.len(), "state_sections": sections(state),
             });
             if *kind == SessionKind::PostCopy {
                 last["post_copy"] = true.into();
+            }
+            if !storage_sample.is_empty() {
+                last["storage_sample_bytes"] = storage_sample.len().into();
             }
             last
         }

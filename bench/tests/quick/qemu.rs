@@ -1,4 +1,4 @@
-//! The benchmarks of QEMU guests: `qemu`, `carried` and `post-copy`. They need the `vmferry`
+//! The benchmarks of QEMU guests: `qemu`, `storage`, `carried` and `post-copy`. They need the `vmferry`
 //! command in the directory of the benchmark, where the workspace's tests build it.
 
 use serde_json::Value;
@@ -16,6 +16,17 @@ fn qemu_prints_the_documented_json() {
         assert_positive(row, &FIGURES);
     }
     assert_ratios(&results, &["total_idle", "downtime_idle", "cpu_idle", "total_idle_tls"]);
+}
+
+#[test]
+#[ignore = "slow: `make test-all` runs it"]
+fn storage_prints_the_documented_json() {
+    vmferry_kit::need_kvm();
+    let results = run("storage");
+    let [compared, other] = &rows(&results)[..] else { panic!("{results}") };
+    assert_positive(compared, &["source_ms", "destination_ms", "downtime_ms"]);
+    assert_positive(other, &["downtime_ms"]);
+    assert_ratios(&results, &["downtime_compared"]);
 }
 
 #[test]

@@ -126,6 +126,9 @@ statistics! {
         pub harvest_ms: f64,
         /// Saving the vCPU and device state while the last round was being sent.
         pub save_ms: f64,
+        /// What reading a sample of the guest's storage took beyond that, for a destination that does
+        /// not know whether its storage is the same.
+        pub storage_ms: f64,
         /// From the last harvest until pages, state and digest were all sent.
         pub send_ms: f64,
         /// From then until READY: the destination places, loads and compares.
@@ -254,6 +257,9 @@ statistics! {
         pub received_bytes: u64,
         /// Duration of loading the vCPU and device state, in milliseconds.
         pub load_ms: f64,
+        /// What comparing a sample of the guest's storage took beyond that, in milliseconds; 0 if none
+        /// was needed.
+        pub storage_ms: f64,
         /// From COMMIT to the guest's first instruction, including the journal, in milliseconds.
         pub start_ms: f64,
         /// Pages that were fetched while the guest ran; absent without post-copy.

@@ -163,8 +163,15 @@ fn longest_final() -> Vec<u8> {
     let state = vec![7; STATE as usize - (64 << 10)][..].into();
     let mut message = Vec::new();
     let kind = vmferry_wire::SessionKind::PreCopy;
-    ControlMessage::Final { lane_sequences: vec![1 << 40], digest: 0, state, paused: false, kind }
-        .encode(PROTOCOL_VERSION_MAX, &mut message);
+    ControlMessage::Final {
+        lane_sequences: vec![1 << 40],
+        digest: 0,
+        state,
+        paused: false,
+        kind,
+        storage_sample: Vec::new(),
+    }
+    .encode(PROTOCOL_VERSION_MAX, &mut message);
     message
 }
 

@@ -6,10 +6,12 @@ mod prepare;
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use serde_json::json;
 use uuid::Uuid;
+use vmferry::vmm::storage::{Comparison, DestinationStorage};
 use vmferry::vmm::streamed::{LateEnd, LateStreams};
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
 use vmferry_faults::FaultRanges;
@@ -25,11 +27,12 @@ use crate::error::QemuError;
 use crate::fault_access::FaultAccess;
 use crate::guest;
 use crate::identity::ProcessIdentity;
-use crate::inventory::Inventory;
+use crate::inventory::{Disk, Inventory};
 use crate::lock::Lock;
 use crate::memory_file::{Examiner, MemoryFiles};
 use crate::qmp::Qmp;
 use crate::ram::Ram;
+use crate::sample::{self, BlockReader, Sample};
 use crate::settings::Settings;
 use crate::source::VMM;
 use crate::state;
@@ -38,6 +41,9 @@ use crate::view::{Looker, View};
 /// How long QEMU may take to answer. It must be less than the 30 s for which the source waits for
 /// the load: the source would then blame the link before it heard that QEMU does not answer.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How long the storage may take to be compared. It reads for 2 s at most once it is open.
+const COMPARISON_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A QEMU that was started with `-incoming defer`. It receives attached guests, if its memory can
 /// be filled from outside, and carried guests.
@@ -50,6 +56,9 @@ pub struct QemuDestination {
     description: Description,
     /// What it has, and what was changed in it for a guest.
     inventory: Inventory,
+    /// Disks that may be others than the source's.
+    unknown_disks: Vec<Disk>,
+    block_reader: BlockReader,
     settings: Settings,
     expected: Expected,
     /// A carried guest that is being received.
@@ -146,6 +155,7 @@ impl QemuDestination {
         let place = place.or_else(|| Place::new(&qmp).ok().map(Arc::new));
         let looker = view.looker();
         let fault_access = view.fault_access();
+        let block_reader = view.block_reader();
         let process = view.process(&qmp).map(|pid| view.identify(pid)).transpose()?;
         Ok(Self {
             qmp,
@@ -153,6 +163,8 @@ impl QemuDestination {
             files,
             description,
             inventory,
+            unknown_disks: Vec::new(),
+            block_reader,
             settings,
             expected,
             arrival,
@@ -217,6 +229,11 @@ impl QemuDestination {
     /// Replaces the access to QEMU's missing pages, for the same reason.
     pub fn receive_faults_by(&mut self, access: Arc<dyn FaultAccess>) {
         self.fault_access = access;
+    }
+
+    /// Replaces the access to QEMU's images, for the same reason.
+    pub fn read_blocks_by(&mut self, reader: BlockReader) {
+        self.block_reader = reader;
     }
 
     /// Quits the QEMU.
@@ -324,6 +341,13 @@ impl DestinationVm for QemuDestination {
         Ok(faults.register(&ram.ranges)?)
     }
 
+    fn storage(&mut self) -> Option<&mut dyn DestinationStorage> {
+        if self.unknown_disks.is_empty() || self.known_process().is_none() {
+            return None;
+        }
+        Some(self)
+    }
+
     fn load(&mut self, bytes: &[u8]) -> Result<(), VmError> {
         if let Some(arrival) = &self.arrival {
             return Ok(arrival.complete(&mut self.qmp)?);
@@ -383,5 +407,32 @@ impl DestinationVm for QemuDestination {
             let _ = self.settings.restore(&mut self.qmp);
         }
         Ok(())
+    }
+}
+
+impl DestinationStorage for QemuDestination {
+    fn compare(&mut self, sample: &[u8]) -> Comparison {
+        let Some(pid) = self.known_process() else { return Box::new(|| Ok(())) };
+        let (disks, reader) = (self.unknown_disks.clone(), Arc::clone(&self.block_reader));
+        let mut media = disks.iter().filter_map(|disk| disk.medium.as_ref());
+        // QEMU writes into its tables when it has loaded the state.
+        let at_once = media.any(sample::has_tables);
+        let sample = sample.to_vec();
+        let (tell, compared) = channel();
+        // A thread of its own: storage that does not answer must not hold this one.
+        let begun = std::thread::Builder::new().name("sample".into()).spawn(move || {
+            // Fails only if nobody waits any longer.
+            let _ = tell.send(Sample::compare(&sample, &disks, pid, &reader));
+        });
+        let wait = move || {
+            begun?;
+            let late = |_| Err("its disks can't be read here, or not within 5 s".into());
+            compared.recv_timeout(COMPARISON_TIMEOUT).unwrap_or_else(late)
+        };
+        if at_once {
+            let compared = wait();
+            return Box::new(move || compared);
+        }
+        Box::new(wait)
     }
 }

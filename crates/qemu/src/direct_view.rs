@@ -10,6 +10,7 @@ use crate::inventory::OpenImage;
 use crate::memory_file::{self, Examiner};
 use crate::proc_stat;
 use crate::process::{self as proc, Mapping};
+use crate::sample::{self, BlockReader};
 use crate::view::{Looker, View};
 
 /// Accesses `/proc` from this process.
@@ -44,6 +45,10 @@ impl View for DirectView {
 
     fn examiner(&self) -> Examiner {
         Arc::new(|pid, mapping| memory_file::examine(pid, mapping, &[std::process::id()]))
+    }
+
+    fn block_reader(&self) -> BlockReader {
+        Arc::new(sample::read)
     }
 
     fn fault_access(&self) -> Arc<dyn FaultAccess> {

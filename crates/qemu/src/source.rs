@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use serde_json::json;
 use vmferry::vmm::free_pages::{FreePages, PunchedPages};
+use vmferry::vmm::storage::SourceStorage;
 use vmferry::{GuestDescription, HarvestGuard, Resume, SourceVm, StateEstimate, VmError};
 use vmferry_dirty::{DirtyLog, UffdLog};
 use vmferry_memory::userfaultfd::FaultOrigin;
@@ -26,6 +27,7 @@ use crate::memory_file::{Leaving, MemoryFiles, Release};
 use crate::proc_stat::host;
 use crate::qmp::{Qmp, Version, threads_here};
 use crate::ram::{self, Ram};
+use crate::sample::Sampler;
 use crate::settings::Settings;
 use crate::state::Saving;
 use crate::throttle::Throttle;
@@ -53,6 +55,7 @@ pub struct QemuSource {
     identity: GuestIdentity,
     machine: Machine,
     additions: Additions,
+    sampler: Sampler,
     /// The parts that the destination was told to have.
     parts: Parts,
     habits: Habits,
@@ -80,6 +83,7 @@ impl QemuSource {
         let machine = machine::look(&mut qmp)?;
         let inventory = Inventory::read(&mut qmp, &mut DirectView)?;
         inventory.must_outlive_qemu()?;
+        let sampler = Sampler::new(pid, &inventory.disks);
         let additions = Additions {
             vcpu: Vcpu::read(&mut qmp)?,
             inventory: Some(inventory),
@@ -114,6 +118,7 @@ impl QemuSource {
             identity,
             machine,
             additions,
+            sampler,
             parts,
             habits,
             settings,
@@ -268,6 +273,7 @@ impl SourceVm for QemuSource {
         match Saving::begin(&mut self.qmp) {
             Ok((saving, stood_still)) => {
                 self.saving = Some(saving);
+                self.sampler.begin();
                 Ok(stood_still)
             }
             Err(error) => Err(self.qmp.explain(error).into()),
@@ -302,6 +308,10 @@ impl SourceVm for QemuSource {
             None if percent == 0 => Ok(()),
             None => Err("throttling of this QEMU was not prepared".into()),
         }
+    }
+
+    fn storage(&mut self) -> Option<&mut dyn SourceStorage> {
+        Some(&mut self.sampler)
     }
 
     fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmferry::destination::FetchHandle;
+use vmferry::vmm::storage::DestinationStorage;
 use vmferry::vmm::streamed::{LateEnd, LateStreams};
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
 use vmferry_faults::FaultRanges;
@@ -279,6 +280,10 @@ impl DestinationVm for StartedQemu {
 
     fn late_streams(&mut self) -> Result<LateStreams, VmError> {
         self.order(QemuDestination::late_streams)
+    }
+
+    fn storage(&mut self) -> Option<&mut dyn DestinationStorage> {
+        self.qemu.as_mut()?.storage()
     }
 
     fn late_end(&mut self) -> Result<LateEnd, VmError> {

@@ -10,6 +10,7 @@ use crate::inventory::OpenImage;
 use crate::memory_file::sharing::Examiner;
 use crate::process::Mapping;
 use crate::qmp::Qmp;
+use crate::sample::BlockReader;
 
 /// Access to a QEMU process through `/proc`.
 pub trait View {
@@ -53,6 +54,9 @@ pub trait View {
 
     /// Returns a function by which any thread can check which processes share a memory file.
     fn examiner(&self) -> Examiner;
+
+    /// Returns a function by which any thread can read blocks of the images of a process.
+    fn block_reader(&self) -> BlockReader;
 
     /// Returns the access to the missing pages of the process.
     fn fault_access(&self) -> Arc<dyn FaultAccess>;

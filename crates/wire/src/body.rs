@@ -14,7 +14,7 @@ use crate::error::WireError;
 use crate::fields::{self, FIELDS_SINCE};
 use crate::message::{
     ControlMessage, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LACKING_BYTES, MAX_LANES, MAX_SLOTS,
-    name_of,
+    MAX_STORAGE_SAMPLE_BYTES, name_of,
 };
 use crate::reason::Reason;
 use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionKind};
@@ -208,6 +208,7 @@ impl ControlMessage {
                 release: None,
                 algorithms: None,
                 verifies_placed: false,
+                compares_storage: false,
                 post_copy: None,
             }),
             3 => tuple!(reason => Self::Refuse { reason: cleaned(reason), release: None }),
@@ -262,6 +263,11 @@ impl ControlMessage {
             {
                 "the number of lanes is not 1 to 16"
             }
+            Self::Final { storage_sample, .. }
+                if storage_sample.len() > MAX_STORAGE_SAMPLE_BYTES =>
+            {
+                "its sample of the storage is too long"
+            }
             Self::Free { runs, .. } if runs.len() > MAX_FREE_RUNS => "it has too many runs",
             Self::Lacking { bits, .. } if bits.len() > MAX_LACKING_BYTES => "it has too many bits",
             _ => return Ok(()),
@@ -294,7 +300,8 @@ impl ControlMessage {
     /// FINAL without fields.
     fn pre_copy_final(lane_sequences: Vec<u64>, digest: u64, state: GuestBytes) -> Self {
         let kind = SessionKind::PreCopy;
-        Self::Final { lane_sequences, digest, state, paused: false, kind }
+        let storage_sample = Vec::new();
+        Self::Final { lane_sequences, digest, state, paused: false, kind, storage_sample }
     }
 }
 

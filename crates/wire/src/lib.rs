@@ -47,7 +47,7 @@ pub use hello::{
 };
 pub use message::{
     ControlMessage, FetchLanes, LaneOffer, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LACKING_BYTES,
-    MAX_LANES, MAX_SLOTS,
+    MAX_LANES, MAX_SLOTS, MAX_STORAGE_SAMPLE_BYTES,
 };
 pub use probe::{MAX_FACTS_BYTES, MAX_PROBE_BYTES, MAX_REFUSAL_BYTES, ProbeHeader, ProbeMessage};
 pub use reason::{MAX_REASON_BYTES, Reason, ReasonCode, one_line};

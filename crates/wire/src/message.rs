@@ -19,6 +19,8 @@ pub const MAX_LANES: u8 = 16;
 pub const MAX_FREE_RUNS: usize = 3000;
 /// Maximum number of bytes in a LACKING: one bit for each page of 1 GiB.
 pub const MAX_LACKING_BYTES: usize = 32 << 10;
+/// Maximum size of the sample of the guest's storage in FINAL: 256 hashes take 8 KiB.
+pub const MAX_STORAGE_SAMPLE_BYTES: usize = 64 << 10;
 
 /// A control message. S: sent by the source, D: sent by the destination. Members marked "since
 /// version 2" are fields; version 1 does not send them.
@@ -65,6 +67,9 @@ pub enum ControlMessage {
         /// Since version 2: whether the destination accepts VERIFY before FINAL. It then hashes its
         /// memory as placed, before it loads the state.
         verifies_placed: bool,
+        /// Since version 2: whether FINAL should have a sample of the guest's storage, because the
+        /// destination does not know whether its storage is the same.
+        compares_storage: bool,
         /// Since version 2: whether the destination can run the guest before all its pages have
         /// arrived, and why not, in one [line](crate::one_line). `None` if it was not asked, or is
         /// of a release without post-copy.
@@ -99,6 +104,10 @@ pub enum ControlMessage {
         /// Since version 2: whether the guest is to run before all its pages have arrived. A
         /// destination that has not announced that it can do that must refuse.
         kind: SessionKind,
+        /// Since version 2: what the source has read from the guest's storage, in the VMM's own
+        /// format, for a destination that sent `compares_storage`. Empty if there is none. At most
+        /// [`MAX_STORAGE_SAMPLE_BYTES`].
+        storage_sample: Vec<u8>,
     },
     /// D: all pages are placed and the state is loaded; the destination waits for COMMIT.
     Ready {

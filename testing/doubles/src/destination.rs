@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use vmferry::vmm::storage::DestinationStorage;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
 use vmferry_wire::SessionId;
 
@@ -55,6 +56,10 @@ impl<D: DestinationVm> DestinationVm for DestinationDouble<D> {
 
     fn release(&self) -> String {
         self.vm.release()
+    }
+
+    fn storage(&mut self) -> Option<&mut dyn DestinationStorage> {
+        self.vm.storage()
     }
 
     fn discard(&mut self) {

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use vmferry::vmm::free_pages::FreePages;
+use vmferry::vmm::storage::SourceStorage;
 use vmferry::{GuestDescription, HarvestGuard, Resume, SourceVm, StateEstimate, VmError};
 use vmferry_dirty::DirtyLog;
 use vmferry_memory::{GuestBytes, GuestMemory};
@@ -81,5 +82,9 @@ impl<V: SourceVm> SourceVm for SourceDouble<V> {
 
     fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {
         self.vm.free_pages()
+    }
+
+    fn storage(&mut self) -> Option<&mut dyn SourceStorage> {
+        self.vm.storage()
     }
 }

@@ -4,6 +4,11 @@ use crate::Exclusive;
 
 const POOL: &str = "/proc/sys/vm/nr_hugepages";
 
+/// Makes the kernel move pages together.
+const COMPACT: &str = "/proc/sys/vm/compact_memory";
+
+const COMPACTIONS: u32 = 5;
+
 /// Huge pages for one test at a time; the pool shrinks again on drop.
 #[derive(Debug)]
 pub struct HugePages {
@@ -21,7 +26,15 @@ impl HugePages {
         let alone = Exclusive::lock("huge-pages");
         let before = size();
         // Free huge pages may belong to another process.
-        let written = std::fs::write(POOL, (before + pages).to_string());
+        let mut written = std::fs::write(POOL, (before + pages).to_string());
+        for _ in 0..COMPACTIONS {
+            if Self::free() >= pages {
+                break;
+            }
+            // Memory is in pieces while other tests run.
+            let _ = std::fs::write(COMPACT, "1");
+            written = std::fs::write(POOL, (before + pages).to_string());
+        }
         let pool = Self { enlarged_by: size().saturating_sub(before), _alone: alone };
         let free = Self::free();
         assert!(free >= pages, "this test needs {pages} huge pages, {free} are free: {written:?}");

@@ -4,12 +4,14 @@
 
 mod bare_metal;
 mod booted;
+mod fuse_image;
 mod huge;
 mod initramfs;
 mod machine;
 mod monitor;
 mod slow_disk;
 
+pub use fuse_image::FuseImage;
 pub use huge::{HugePages, Mounted};
 pub use machine::{Backend, Fixture, Guest, Machine};
 pub use monitor::Monitor;
@@ -149,12 +151,12 @@ impl World {
 
 /// The content of a qcow2 image without data.
 ///
-/// Source: QEMU `docs/interop/qcow2.rst`; version 2, clusters of 64 KiB: the header, the refcount
+/// Source: QEMU `docs/interop/qcow2.rst`; version 3, clusters of 64 KiB: the header, the refcount
 /// table, one refcount block, and an L1 table without entries.
 pub fn qcow2_image(mib: u64) -> Vec<u8> {
     const CLUSTER: u64 = 64 << 10;
     let mut image = b"QFI\xfb".to_vec();
-    image.extend(2_u32.to_be_bytes());
+    image.extend(3_u32.to_be_bytes());
     // No backing file.
     image.extend([0; 12]);
     image.extend(16_u32.to_be_bytes());
@@ -165,8 +167,11 @@ pub fn qcow2_image(mib: u64) -> Vec<u8> {
     image.extend((3 * CLUSTER).to_be_bytes());
     image.extend(CLUSTER.to_be_bytes());
     image.extend(1_u32.to_be_bytes());
-    // No snapshots.
-    image.extend([0; 12]);
+    // No snapshots and no features.
+    image.extend([0; 12 + 24]);
+    // The order of the refcounts' width, and the length of the header.
+    image.extend(4_u32.to_be_bytes());
+    image.extend(104_u32.to_be_bytes());
     image.resize(CLUSTER as usize, 0);
     image.extend((2 * CLUSTER).to_be_bytes());
     image.resize(2 * CLUSTER as usize, 0);

@@ -50,6 +50,7 @@ fn recorded() -> Recorded {
         state: state(),
         paused,
         kind,
+        storage_sample: Vec::new(),
     };
     let mut control =
         [begin(Direction::ToDestination, 0), hello(VERSION, Role::Control, Token([0; 16]))]
@@ -68,6 +69,7 @@ fn recorded() -> Recorded {
         algorithms: None,
         verifies_placed: false,
         post_copy: Some(Ok(())),
+        compares_storage: false,
     };
     accept.encode(VERSION, &mut back);
     let offer = Some(LaneOffer { first: 1, lanes: LANES });

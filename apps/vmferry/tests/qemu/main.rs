@@ -19,6 +19,7 @@ mod output;
 mod pauses;
 mod post_copy;
 mod sandbox;
+mod storage;
 #[path = "../support/mod.rs"]
 mod support;
 mod unequal;

@@ -8,6 +8,7 @@ pub mod free_pages;
 pub mod left;
 pub mod newer;
 mod powered_off;
+pub mod storage;
 pub mod streamed;
 pub mod told;
 
@@ -23,6 +24,7 @@ use vmferry_memory::{GuestBytes, GuestMemory, SlotLayout};
 
 use self::free_pages::FreePages;
 pub use self::powered_off::PoweredOff;
+use self::storage::{DestinationStorage, SourceStorage};
 use self::streamed::{LateEnd, LateStreams};
 
 /// What the destination must know to create a machine of the same kind.
@@ -201,6 +203,11 @@ pub trait SourceVm: Resume {
     fn free_pages(&self) -> Vec<Arc<dyn FreePages>> {
         Vec::new()
     }
+
+    /// The guest's storage, if this VMM can read it.
+    fn storage(&mut self) -> Option<&mut dyn SourceStorage> {
+        None
+    }
 }
 
 /// A harvest of the dirty log of a running guest. Dropped without a call to
@@ -349,6 +356,12 @@ pub trait DestinationVm: Send + 'static {
     /// The VMM could not receive all pages. The guest is damaged.
     fn late_end(&mut self) -> Result<LateEnd, VmError> {
         Err("this VMM takes no streams".into())
+    }
+
+    /// The storage of the prepared guest, if it must be compared: see
+    /// [`storage`]. Asked after [`prepare`](Self::prepare).
+    fn storage(&mut self) -> Option<&mut dyn DestinationStorage> {
+        None
     }
 
     /// Loads the state that [`SourceVm::save`] returned. All memory is placed by then, or with

@@ -10,6 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 use vmferry_handover::{Resume, VmError};
 
+use super::storage::SourceStorage;
 use super::{GuestDescription, StateEstimate};
 
 pub use vmferry_codec::PageMark;
@@ -159,6 +160,11 @@ pub trait StreamedVm: Resume {
     /// # Errors
     /// The VMM's error. The guest stays paused.
     fn finish(&mut self) -> Result<(), VmError>;
+
+    /// The guest's storage, if this VMM can read it.
+    fn storage(&mut self) -> Option<&mut dyn SourceStorage> {
+        None
+    }
 
     /// Permits the VMM's own post-copy. Called before [`describe`](Self::describe), which then
     /// announces it to the destination's VMM.

@@ -7,6 +7,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use serde_json::json;
+use vmferry::vmm::storage::SourceStorage;
 use vmferry::vmm::streamed::{LateStreams, OutgoingStream, Recogniser, StreamEvents, StreamedVm};
 use vmferry::{GuestDescription, Resume, VmError};
 use vmferry_wire::GuestIdentity;
@@ -25,6 +26,7 @@ use crate::lock::Lock;
 use crate::machine::Machine;
 use crate::memory_file::{Leaving, Release};
 use crate::qmp::{Qmp, Version};
+use crate::sample::Sampler;
 use crate::settings::{self, Settings, Streaming};
 use crate::stream::{Blocks, MainStream, MultifdChannel};
 use crate::vcpu::Vcpu;
@@ -38,6 +40,8 @@ pub struct CarriedSource {
     identity: GuestIdentity,
     description: Description,
     additions: Additions,
+    /// `None` if the process is not visible.
+    sampler: Option<Sampler>,
     parts: Parts,
     settings: Settings,
     throttle: u8,
@@ -80,6 +84,7 @@ impl CarriedSource {
         let description = Description::read(&mut qmp, channels)?;
         let inventory = Inventory::read(&mut qmp, &mut DirectView)?;
         inventory.must_outlive_qemu()?;
+        let sampler = qmp.pid().map(|pid| Sampler::new(pid, &inventory.disks));
         let additions = Additions {
             vcpu: Vcpu::read(&mut qmp)?,
             inventory: Some(inventory),
@@ -97,6 +102,7 @@ impl CarriedSource {
             identity,
             description,
             additions,
+            sampler,
             parts,
             settings,
             throttle: 0,
@@ -341,6 +347,9 @@ impl StreamedVm for CarriedSource {
     fn finish(&mut self) -> Result<(), VmError> {
         // While QEMU migrates it refuses device changes itself, but not disk changes.
         self.parts.must_be_as_before(&mut self.monitor.orders())?;
+        if let Some(sampler) = &mut self.sampler {
+            sampler.begin();
+        }
         let order = json!({ "state": "pre-switchover" });
         // QEMU may obey even if no answer comes.
         if let Some(under_way) = &mut self.under_way {
@@ -362,6 +371,10 @@ impl StreamedVm for CarriedSource {
             late::say_done(main)?;
         }
         Ok(())
+    }
+
+    fn storage(&mut self) -> Option<&mut dyn SourceStorage> {
+        Some(self.sampler.as_mut()?)
     }
 
     fn allow_post_copy(&mut self) -> Result<(), VmError> {
@@ -388,6 +401,9 @@ impl StreamedVm for CarriedSource {
         drop(qmp);
         if let Some(under_way) = &mut self.under_way {
             under_way.is_late = true;
+        }
+        if let Some(sampler) = &mut self.sampler {
+            sampler.tables_may_change();
         }
         Ok(())
     }

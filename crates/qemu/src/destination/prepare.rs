@@ -14,7 +14,7 @@ use super::memory::{compare, empty, not_ours};
 use crate::additions::Additions;
 use crate::carried::{self, Arrival, Description, Offer};
 use crate::error::QemuError;
-use crate::inventory::{self, Inventory};
+use crate::inventory::{self, Disk, Inventory};
 use crate::machine::{self, Machine};
 use crate::proc_stat::host;
 use crate::qmp::Qmp;
@@ -50,7 +50,7 @@ impl QemuDestination {
             return Err(PrepareError::Incompatible(difference));
         }
         compare(&offered.blocks, &ram.blocks)?;
-        compare_inventories(&mut self.qmp, &mut self.inventory, &additions)?;
+        self.unknown_disks = compare_inventories(&mut self.qmp, &mut self.inventory, &additions)?;
         if offered.host == host() {
             let ours = || ram.carried().map(|block| block.file);
             let theirs = offered.blocks.iter().filter(|block| block.carrier == Carrier::Vmferry);
@@ -78,7 +78,7 @@ impl QemuDestination {
         let additions = Additions::of(config);
         compare_vcpus(&mut self.qmp, &additions, &mut offered.machine)?;
         self.description.check(&offered)?;
-        compare_inventories(&mut self.qmp, &mut self.inventory, &additions)?;
+        self.unknown_disks = compare_inventories(&mut self.qmp, &mut self.inventory, &additions)?;
         if let Some(files) = &self.files {
             files.nobody_else_is_seen().map_err(not_ours)?;
         }
@@ -94,19 +94,21 @@ impl QemuDestination {
 }
 
 /// Compares the source's inventory with this QEMU's, and sets here what was set there while the
-/// guest ran.
+/// guest ran. Returns the disks whose contents must be compared later.
 fn compare_inventories(
     qmp: &mut Qmp,
     ours: &mut Inventory,
     additions: &Additions,
-) -> Result<(), PrepareError> {
-    let Some(theirs) = &additions.inventory else { return Ok(()) };
+) -> Result<Vec<Disk>, PrepareError> {
+    let Some(theirs) = &additions.inventory else { return Ok(Vec::new()) };
     let differences = ours.differences(theirs, additions.allowed);
     if !differences.is_empty() {
         return Err(PrepareError::Incompatible(differences.join("; ")));
     }
     inventory::apply(qmp, theirs, ours)
-        .map_err(|error| PrepareError::Vm(QemuError::from(error).into()))
+        .map_err(|error| PrepareError::Vm(QemuError::from(error).into()))?;
+    let differ = additions.allowed.disks_differ;
+    Ok(if differ { Vec::new() } else { ours.unknown_disks(theirs) })
 }
 
 /// Checks that a QEMU's vCPUs have the features that the guest uses. Where both sides list their

@@ -60,6 +60,24 @@ impl Inventory {
     }
 }
 
+impl Inventory {
+    /// The disks of which nothing that both hosts know tells whether they are the same.
+    #[must_use]
+    pub fn unknown_disks(&self, theirs: &Self) -> Vec<Disk> {
+        let pair = Pair { theirs, ours: self };
+        let is_unknown = |theirs: &Disk, ours: &Disk| {
+            let [theirs, ours] =
+                [theirs, ours].map(|disk| disk.medium.as_ref().map(|medium| &medium.storage));
+            let both = theirs.zip(ours);
+            both.is_some_and(|(theirs, ours)| {
+                Storage::compare(theirs.as_ref(), ours.as_ref()) == Sameness::Unknown
+            })
+        };
+        let disks = pair.disks().filter(|(theirs, ours)| is_unknown(theirs, ours));
+        disks.map(|(_, ours)| ours.clone()).collect()
+    }
+}
+
 impl<'a> Pair<'a> {
     /// The disks of the same devices.
     fn disks(&self) -> impl Iterator<Item = (&'a Disk, &'a Disk)> {

@@ -70,6 +70,9 @@ pub struct Medium {
     pub storage: Option<Storage>,
     /// It ends with its QEMU.
     pub temporary: bool,
+    /// The file of the image and of each image below it.
+    #[serde(skip)]
+    pub(crate) layers: Vec<String>,
 }
 
 /// Reads the disks of a QEMU, without their [storage](locate).
@@ -177,10 +180,12 @@ impl Medium {
         let base = file.rsplit('/').next().unwrap_or_default();
         let is_unnamed = base.strip_prefix("vl.").is_some_and(|rest| rest.len() == 6);
         let temporary = is_unnamed && inserted["cache"]["no-flush"] == true;
-        let mut images = Vec::new();
+        let (mut images, mut layers) = (Vec::new(), Vec::new());
         while let Some(name) = image["filename"].as_str().filter(|name| !name.is_empty()) {
             let mib = image["virtual-size"].as_u64().unwrap_or(0) >> 20;
-            images.push(format!("{} of {mib} MiB", self::file(name)));
+            let file = self::file(name);
+            images.push(format!("{file} of {mib} MiB"));
+            layers.push(file);
             image = &image["backing-image"];
         }
         Self {
@@ -191,6 +196,7 @@ impl Medium {
             file,
             storage: None,
             temporary,
+            layers,
         }
     }
 }

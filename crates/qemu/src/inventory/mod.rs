@@ -22,7 +22,7 @@ use vmferry::vmm::told::Told;
 pub use self::apply::apply;
 pub use self::comparison::{Allowed, ROWS, Row, Rule};
 pub use self::disk::{Disk, Medium};
-pub use self::storage::{OpenImage, Storage};
+pub use self::storage::{OpenImage, Storage, is_named};
 use crate::error::QemuError;
 use crate::located;
 use crate::machine;

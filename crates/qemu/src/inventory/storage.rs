@@ -3,7 +3,7 @@
 use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -82,10 +82,14 @@ impl OpenImage {
 
     /// Whether QEMU opened it by this name.
     pub(super) fn is_at(&self, file: &str) -> bool {
-        let asked = Path::new(&self.directory).join(file);
-        let plain = |path: &Path| path.components().collect::<std::path::PathBuf>();
-        !file.is_empty() && plain(&asked) == plain(Path::new(&self.path))
+        is_named(Path::new(&self.path), file, Path::new(&self.directory))
     }
+}
+
+/// Whether a process in this directory can have opened the file at `path` by this name.
+pub fn is_named(path: &Path, name: &str, directory: &Path) -> bool {
+    let plain = |path: &Path| path.components().collect::<PathBuf>();
+    !name.is_empty() && plain(&directory.join(name)) == plain(path)
 }
 
 impl Storage {

@@ -18,6 +18,7 @@ use crate::identity::ProcessIdentity;
 use crate::inventory::OpenImage;
 use crate::memory_file::Sharing;
 use crate::process::Mapping;
+use crate::sample::{Block, ImageBlocks};
 
 /// Longest line. QEMU has a few dozen shared mappings.
 const MAX_LINE_BYTES: usize = 1 << 20;
@@ -38,6 +39,8 @@ pub enum Ask {
     SharedMappings(u32),
     /// The images and other files that a process has open.
     OpenImages(u32),
+    /// Hashes of blocks of images that a process has open.
+    ReadBlocks(u32, Vec<ImageBlocks>),
     /// The page table of a process.
     Pagemap(u32),
     /// The file behind a mapping of a process. Only mappings that may hold guest memory are
@@ -75,6 +78,8 @@ pub enum Answer {
     Mappings(Vec<Mapping>),
     /// The files.
     Images(Vec<OpenImage>),
+    /// The blocks of each image.
+    Blocks(Vec<Option<Vec<Block>>>),
     /// Whether it is stopped.
     Stopped(bool),
     /// The identity of the process.

@@ -29,6 +29,7 @@ use crate::identity::ProcessIdentity;
 use crate::inventory::OpenImage;
 use crate::memory_file::Examiner;
 use crate::process::Mapping;
+use crate::sample::BlockReader;
 use crate::view::{Looker, View};
 
 /// Starts one QEMU at a time, any number of times.
@@ -178,6 +179,10 @@ impl View for LocalStarter {
 
     fn examiner(&self) -> Examiner {
         DirectView.examiner()
+    }
+
+    fn block_reader(&self) -> BlockReader {
+        DirectView.block_reader()
     }
 
     fn fault_access(&self) -> Arc<dyn FaultAccess> {

@@ -19,6 +19,7 @@ use crate::inventory::OpenImage;
 use crate::memory_file::{self, Examiner};
 use crate::process::Mapping;
 use crate::qmp::Qmp;
+use crate::sample::BlockReader;
 use crate::view::{Looker, View};
 
 /// A starter in another process, reached by a socket. When this is dropped, or this process dies,
@@ -131,6 +132,14 @@ impl View for StarterProcess {
         })
     }
 
+    fn block_reader(&self) -> BlockReader {
+        let starter = Self(Arc::clone(&self.0));
+        Arc::new(move |pid, images| match starter.ask(&Ask::ReadBlocks(pid, images.to_vec()))? {
+            (Answer::Blocks(blocks), _) => Ok(blocks),
+            _ => Err(unexpected()),
+        })
+    }
+
     fn fault_access(&self) -> Arc<dyn FaultAccess> {
         Arc::new(Self(Arc::clone(&self.0)))
     }
@@ -232,6 +241,7 @@ fn answer(starter: &mut LocalStarter, ask: Ask) -> Result<(Answer, Option<File>)
     };
     if let Ask::SharedMappings(pid)
     | Ask::OpenImages(pid)
+    | Ask::ReadBlocks(pid, _)
     | Ask::Pagemap(pid)
     | Ask::OpenFile(pid, _)
     | Ask::IsStopped(pid)
@@ -257,6 +267,10 @@ fn answer(starter: &mut LocalStarter, ask: Ask) -> Result<(Answer, Option<File>)
         }
         Ask::SharedMappings(pid) => (Answer::Mappings(starter.shared_mappings(pid)?), None),
         Ask::OpenImages(pid) => (Answer::Images(starter.open_images(pid)?), None),
+        // The requester gets hashes, and no descriptor of a disk.
+        Ask::ReadBlocks(pid, images) => {
+            (Answer::Blocks(starter.block_reader()(pid, &images)?), None)
+        }
         Ask::Pagemap(pid) => (Answer::Done, Some(starter.pagemap(pid)?)),
         Ask::OpenFile(pid, asked) => {
             // The requester gets guest memory only: QEMU also has its disks open, some of them

@@ -11,7 +11,7 @@ use vmferry::config::RoundLimit;
 use vmferry::{DestinationVm, Landing, Resume, SourceVm};
 use vmferry_memory::{GuestMemory, PAGE_SIZE};
 use vmferry_qemu::{Arrived, Expected, QemuDestination, QemuSource, Qmp};
-use vmferry_qemu_lab::{Machine, Qemu, SlowDisk, Version, World};
+use vmferry_qemu_lab::{FuseImage, Machine, Qemu, SlowDisk, Version, World};
 use vmferry_wire::SessionId;
 
 /// A machine with the disk `disk` on these block nodes.
@@ -88,50 +88,12 @@ fn direct_io_is_detected_at_any_block_node() {
     }
 }
 
-/// A disk image on a FUSE file system that bypasses the page cache (`FOPEN_DIRECT_IO`). Removed on
-/// drop.
-struct OnFuse {
-    server: std::process::Child,
-    mounted: PathBuf,
-}
-
-impl OnFuse {
-    fn new(world: &World, image: &Path, libraries: &Path) -> Self {
-        let mounted = world.path("mounted");
-        std::fs::write(&mounted, "").unwrap();
-        let node = format!("driver=file,node-name=image,filename={},locking=off", image.display());
-        let export =
-            format!("type=fuse,id=export,node-name=image,mountpoint={}", mounted.display());
-        let server = std::process::Command::new(libraries.join("../../bin/qemu-storage-daemon"))
-            .env("LD_LIBRARY_PATH", libraries)
-            .args(["--blockdev", &node, "--export", &export])
-            .spawn()
-            .unwrap();
-        let mut on_fuse = Self { server, mounted };
-        while std::fs::metadata(&on_fuse.mounted).map_or(0, |file| file.len()) == 0 {
-            let ended = on_fuse.server.try_wait().unwrap();
-            assert!(ended.is_none(), "it serves no image: {ended:?}");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-        on_fuse
-    }
-}
-
-impl Drop for OnFuse {
-    fn drop(&mut self) {
-        let _ = std::process::Command::new("umount").arg("-l").arg(&self.mounted).status();
-        let _ = self.server.kill();
-        let _ = self.server.wait();
-    }
-}
-
 #[test]
 fn direct_io_is_detected_at_the_file_system() {
     let world = World::new();
     let version = Version::V7_2;
-    let libraries = Machine::new(version, "").libraries().unwrap();
-    let on_fuse = OnFuse::new(&world, &world.disk(16), &libraries);
-    let path = on_fuse.mounted.display();
+    let on_fuse = FuseImage::mount(&world.disk(16), world.path("mounted"));
+    let path = on_fuse.path().display();
     let node = format!("driver=file,node-name=disk,filename={path},read-only=on,locking=off");
     let qemu = with_nodes(version, "", &[node]).start(&world, "on-fuse");
     assert!(QemuSource::attach(&qemu.qmp).unwrap().habits().pins_pages);

@@ -37,8 +37,12 @@ const FETCH_LANES: u16 = 5;
 const ACCEPTS_POST_COPY: u16 = 5;
 /// ACCEPT: why it can't, as text.
 const REFUSES_POST_COPY: u16 = 6;
+/// ACCEPT, without content: the destination compares a sample of the guest's storage.
+const COMPARES_STORAGE: u16 = 7;
 /// FINAL, mandatory, without content: the destination lacks pages, which LACKING has named.
 const POST_COPY: u16 = 2;
+/// FINAL: a sample of the guest's storage, in the VMM's own format.
+const STORAGE_SAMPLE: u16 = 3;
 /// QUERY: the number of the first offered fetch lane, and as in [`FETCH_LANES`], a byte each.
 const OFFER: u16 = 1;
 /// ANSWER: the token of the offered fetch lanes.
@@ -62,7 +66,14 @@ impl ControlMessage {
                     put_optional(into, FETCH_LANES, &[faults, background]);
                 }
             }
-            Self::Accept { release, algorithms, verifies_placed, post_copy, .. } => {
+            Self::Accept {
+                release,
+                algorithms,
+                verifies_placed,
+                post_copy,
+                compares_storage,
+                ..
+            } => {
                 put_release(into, release.as_ref());
                 if let Some(algorithms) = algorithms {
                     put_optional(into, ALGORITHMS, &algorithms.bits().to_le_bytes());
@@ -75,14 +86,20 @@ impl ControlMessage {
                     Some(Err(why)) => put_optional(into, REFUSES_POST_COPY, why.as_bytes()),
                     None => {}
                 }
+                if *compares_storage {
+                    put_optional(into, COMPARES_STORAGE, &[]);
+                }
             }
             Self::Refuse { release, .. } => put_release(into, release.as_ref()),
-            Self::Final { paused, kind, .. } => {
+            Self::Final { paused, kind, storage_sample, .. } => {
                 if *paused {
                     put_mandatory(into, PAUSED, &[]);
                 }
                 if *kind == SessionKind::PostCopy {
                     put_mandatory(into, POST_COPY, &[]);
+                }
+                if !storage_sample.is_empty() {
+                    put_optional(into, STORAGE_SAMPLE, storage_sample);
                 }
             }
             Self::Query { offer: Some(LaneOffer { first, lanes }), .. } => {
@@ -131,6 +148,10 @@ impl ControlMessage {
                 *kind = SessionKind::PostCopy;
                 need = Need::Mandatory;
             }
+            (Self::Final { storage_sample, .. }, STORAGE_SAMPLE) if !content.is_empty() => {
+                *storage_sample = content.to_vec();
+            }
+            (Self::Final { .. }, STORAGE_SAMPLE) => return Err("it is empty".into()),
             (Self::Final { .. }, PAUSED | POST_COPY) => {
                 return Err("it has no content".into());
             }
@@ -141,6 +162,9 @@ impl ControlMessage {
             (Self::Accept { verifies_placed, .. }, VERIFIES_PLACED) if content.is_empty() => {
                 *verifies_placed = true;
             }
+            (Self::Accept { compares_storage, .. }, COMPARES_STORAGE) if content.is_empty() => {
+                *compares_storage = true;
+            }
             (Self::Accept { post_copy, .. }, ACCEPTS_POST_COPY) if content.is_empty() => {
                 *post_copy = Some(Ok(()));
             }
@@ -148,7 +172,7 @@ impl ControlMessage {
                 *post_copy = Some(Err(checked_line(content)?));
             }
             (Self::Accept { .. }, REFUSES_POST_COPY) => return Err("it contradicts field 5".into()),
-            (Self::Accept { .. }, VERIFIES_PLACED | ACCEPTS_POST_COPY) => {
+            (Self::Accept { .. }, VERIFIES_PLACED | ACCEPTS_POST_COPY | COMPARES_STORAGE) => {
                 return Err("it has no content".into());
             }
             (Self::Begin { fetch_lanes, .. }, FETCH_LANES) => {

@@ -62,9 +62,16 @@ impl Golden {
                 (*release, *streams, *used_bytes) = (None, false, Vec::new());
                 *fetch_lanes = None;
             }
-            ControlMessage::Accept { release, algorithms, verifies_placed, post_copy, .. } => {
+            ControlMessage::Accept {
+                release,
+                algorithms,
+                verifies_placed,
+                post_copy,
+                compares_storage,
+                ..
+            } => {
                 (*release, *algorithms) = (None, None);
-                (*verifies_placed, *post_copy) = (false, None);
+                (*verifies_placed, *post_copy, *compares_storage) = (false, None, false);
             }
             ControlMessage::Refuse { release, .. } => *release = None,
             ControlMessage::Query { offer, .. } => *offer = None,
@@ -119,13 +126,15 @@ fn goldens() -> Vec<Golden> {
                 algorithms: Some(AlgorithmSet::ALL),
                 verifies_placed: true,
                 post_copy: Some(Ok(())),
+                compares_storage: true,
             },
             tuple: "03030303030303030303030303030303",
             fields: "010005000000302e312e30\
                      02000100000051\
                      0300040000000e000000\
                      040000000000\
-                     050000000000",
+                     050000000000\
+                     070000000000",
         },
         Golden {
             message: ControlMessage::Refuse { reason: reason.clone(), release },
@@ -141,6 +150,7 @@ fn goldens() -> Vec<Golden> {
                 state: [0xee].into(),
                 paused: false,
                 kind: SessionKind::PreCopy,
+                storage_sample: Vec::new(),
             },
             "01070101ee",
         ),

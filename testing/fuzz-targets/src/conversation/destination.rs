@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use vmferry::Timeouts;
-use vmferry::machine::destination::io::{Action, Ending, Input as What, LinkId, Prepared};
+use vmferry::machine::destination::io::{Action, Ending, Input as What, LinkId, Loaded, Prepared};
 use vmferry::machine::destination::{Destination, Left};
 use vmferry::machine::peer::DestinationSide;
 use vmferry_faults::FaultError;
@@ -42,6 +42,8 @@ pub struct DestinationHost {
     /// This process has taken over a guest that may have run.
     is_recovered: bool,
     loaded: bool,
+    /// It compares a sample of the guest's storage.
+    compares_storage: bool,
     pub missing: MissingPages,
     /// What fetch lanes must present.
     token: Token,
@@ -62,6 +64,7 @@ impl DestinationHost {
             ran: false,
             is_recovered: false,
             loaded: false,
+            compares_storage: false,
             missing: MissingPages::default(),
             token: TOKEN,
         }
@@ -264,7 +267,9 @@ impl DestinationHost {
             Task::Prepare => {
                 let fetches = outcome.is_multiple_of(2);
                 let post_copy = fetches.then_some(()).ok_or_else(|| "it can't".to_owned());
-                What::Prepared(result().map(|()| Prepared { post_copy }))
+                self.compares_storage = outcome & 2 != 0;
+                let compares_storage = self.compares_storage;
+                What::Prepared(result().map(|()| Prepared { post_copy, compares_storage }))
             }
             Task::Open => {
                 if on_disk {
@@ -275,7 +280,7 @@ impl DestinationHost {
             Task::Sum => What::Digest(if well { 7 } else { 8 }),
             Task::Load => {
                 self.loaded = well;
-                What::Loaded(result().map(|()| Duration::ZERO))
+                What::Loaded(result().map(|()| Loaded::default()))
             }
             Task::Hash => {
                 What::Hashed(WholeHash { hash: if well { 7 } else { 8 }, pages: 1 }, Duration::ZERO)
@@ -339,7 +344,10 @@ impl DestinationHost {
             Action::Prepare { .. } => self.tasks.push(Task::Prepare),
             Action::Open(_) => self.tasks.push(Task::Open),
             Action::SumDigest => self.tasks.push(Task::Sum),
-            Action::Load { .. } => self.tasks.push(Task::Load),
+            Action::Load { storage_sample, .. } => {
+                assert!(self.compares_storage || storage_sample.is_empty(), "nobody asked for it");
+                self.tasks.push(Task::Load);
+            }
             Action::Hash { .. } => self.tasks.push(Task::Hash),
             Action::WriteIntent(kind) => {
                 assert!(self.loaded, "RUN-INTENT for a guest that is not complete");

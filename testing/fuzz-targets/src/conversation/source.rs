@@ -31,6 +31,8 @@ pub struct SourceHost {
     recovered: bool,
     /// COMMIT is on disk, and no process has seen its write fail.
     committed: bool,
+    /// The destination compares a sample of the guest's storage.
+    samples_storage: bool,
     /// The destination or an operator has said that the guest is this side's, after COMMIT.
     may_resume: bool,
     /// COMMIT could not be written, was never sent, and may be on disk; or KEPT could not be
@@ -80,6 +82,7 @@ impl SourceHost {
             released: false,
             recovered: false,
             committed: false,
+            samples_storage: false,
             may_resume: false,
             ran_on: false,
             pages: SourcePages::default(),
@@ -263,6 +266,7 @@ impl SourceHost {
             Action::Harvest => self.tasks.push(Task::Harvest),
             Action::Pause => self.tasks.push(Task::Pause),
             Action::HarvestLast => self.tasks.push(Task::LastHarvest),
+            Action::PrepareStorageSample => self.samples_storage = true,
             Action::Save => self.tasks.push(Task::Save),
             Action::SumDigest => self.tasks.push(Task::Sum),
             Action::Hash { attempt } => self.tasks.push(Task::Hash(attempt)),

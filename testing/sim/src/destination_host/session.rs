@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use vmferry::link::lost;
 use vmferry::machine::destination::Destination;
-use vmferry::machine::destination::io::{Action, Input, LinkId, Prepared};
+use vmferry::machine::destination::io::{Action, Input, LinkId, Loaded, Prepared};
 use vmferry::{DestinationVm, Landing, MigrateError, SourceVm};
 use vmferry_codec::PageHashes;
 use vmferry_handover::journal::{Journal, JournalError, Record};
@@ -119,7 +119,10 @@ impl Session {
                         let hashes = Arc::new(PageHashes::for_memory(&memory));
                         self.memory = Some((memory, hashes));
                     })
-                    .map(|()| Prepared { post_copy: self.post_copy.clone() })
+                    .map(|()| Prepared {
+                        post_copy: self.post_copy.clone(),
+                        compares_storage: false,
+                    })
                     .map_err(|error| MigrateError::Refused {
                         peer: "destination",
                         reason: Reason::new(ReasonCode::VmRefused, &error.to_string()),
@@ -137,7 +140,7 @@ impl Session {
             Action::Load { state, .. } => Some(Input::Loaded(
                 self.vm
                     .load(&state)
-                    .map(|()| Duration::from_micros(100))
+                    .map(|()| Loaded { took: Duration::from_micros(100), ..Loaded::default() })
                     .map_err(|source| MigrateError::Vm { action: "load the state", source }),
             )),
             Action::Hash { except } => {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use vmferry::data::source::page_encoder::PageEncoder;
 use vmferry::link::lost;
 use vmferry::machine::source::Source;
-use vmferry::machine::source::io::{Action, Input};
+use vmferry::machine::source::io::{Action, Input, Saved};
 use vmferry::rounds::freed::{Freed, free_messages};
 use vmferry::rounds::harvester::{Harvester, Omission};
 use vmferry::{MigrateError, SourceConfig, SourceVm};
@@ -182,8 +182,9 @@ impl Process {
                 self.fetch.serve(round);
                 None
             }
-            // No guest of the simulation is carried.
+            // No guest of the simulation is carried or has disks.
             Action::BeginCarriedPostCopy
+            | Action::PrepareStorageSample
             | Action::CutStreams { .. }
             | Action::Throttle { .. }
             | Action::SwitchOver
@@ -197,7 +198,7 @@ impl Process {
                 let took = Duration::from_micros(100);
                 Some(paused.with_vm(|vm| vm.save_for(network.protocol)).map_or_else(
                     |source| Input::Failed(MigrateError::Vm { action: "save its state", source }),
-                    |state| Input::Saved { state, took, paused: false },
+                    |state| Input::Saved(Saved { state, took, ..Saved::default() }),
                 ))
             }
             Action::SumDigest => Some(Input::Digest(self.hashes.sum())),

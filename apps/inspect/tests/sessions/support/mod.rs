@@ -100,6 +100,7 @@ impl Recorded {
                 state: state(),
                 paused: false,
                 kind: vmferry_wire::SessionKind::PreCopy,
+                storage_sample: Vec::new(),
             },
             ControlMessage::Commit { session: SESSION },
         ] {
@@ -115,6 +116,7 @@ impl Recorded {
                 algorithms: None,
                 verifies_placed: false,
                 post_copy: None,
+                compares_storage: false,
             },
             ControlMessage::Placed { lane: 0, sequence: last },
             ControlMessage::Ready { digest: 7, load_us: 80 },

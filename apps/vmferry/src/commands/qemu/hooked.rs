@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 use serde_json::json;
 use vmferry::destination::FetchHandle;
 use vmferry::source::{Orders, Report};
+use vmferry::vmm::storage::DestinationStorage;
 use vmferry::vmm::streamed::{LateEnd, LateStreams};
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
 use vmferry_faults::FaultRanges;
@@ -243,6 +244,10 @@ impl<V: DestinationVm> DestinationVm for Hooked<V> {
 
     fn late_streams(&mut self) -> Result<LateStreams, VmError> {
         self.vm.late_streams()
+    }
+
+    fn storage(&mut self) -> Option<&mut dyn DestinationStorage> {
+        self.vm.storage()
     }
 
     fn late_end(&mut self) -> Result<LateEnd, VmError> {

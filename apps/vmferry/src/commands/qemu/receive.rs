@@ -40,11 +40,12 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
         report_unseen(qmp, output);
     }
     // After it restricts itself, this process can't look into others, so a helper examines which
-    // processes use the memory files, and makes QEMU report missing pages.
+    // processes use the memory files, makes QEMU report missing pages, and reads blocks of disks.
     if let Some(pid) = pid {
         let beside = starter::beside(pid)?;
         destination.examine_by(beside.examiner());
         destination.receive_faults_by(beside.fault_access());
+        destination.read_blocks_by(beside.block_reader());
     }
     let mut files = files(destination.place());
     // Shows whether QEMU's process is stopped.

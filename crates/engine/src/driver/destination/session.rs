@@ -358,7 +358,9 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             Action::SumDigest => {
                 Some(Input::Digest(self.target.as_ref().map_or(0, Target::digest)))
             }
-            Action::Load { state, paused } => Some(Input::Loaded(self.load(&state, paused))),
+            Action::Load { state, paused, storage_sample } => {
+                Some(Input::Loaded(self.compare_and_load(&state, paused, &storage_sample)))
+            }
             Action::Hash { except } => self.hash(except),
             Action::WriteIntent(kind) => {
                 Some(Input::IntentWritten(self.write(&Record::run_intent(kind))))

@@ -6,6 +6,7 @@
 mod links;
 mod memory;
 mod start;
+mod storage;
 mod streams;
 
 use std::sync::Arc;

@@ -46,6 +46,7 @@ impl AwaitBegin {
             verification: if begin.verify { Verification::Announced } else { Verification::None },
             fetch_lanes: begin.fetch_lanes,
             no_post_copy: None,
+            compares_storage: false,
         };
         let streams = (common.our_side.protocol > 1).then_some(begin.streams);
         let (guest, used_bytes) = (begin.guest, begin.used_bytes);
@@ -61,7 +62,8 @@ impl Phase {
         result: Result<Prepared, MigrateError>,
     ) -> Self {
         match (self, result) {
-            (Self::Preparing(mut announced), Ok(Prepared { post_copy })) => {
+            (Self::Preparing(mut announced), Ok(Prepared { post_copy, compares_storage })) => {
+                announced.compares_storage = compares_storage;
                 if let (Some(_), Err(why)) = (announced.fetch_lanes, post_copy) {
                     announced.fetch_lanes = None;
                     announced.no_post_copy = Some(one_line(&why));
@@ -102,13 +104,23 @@ impl Phase {
 
 impl Announced {
     fn accept(self, common: &mut Common) -> Phase {
-        let Self { session, name, lanes, layout, verification, fetch_lanes, no_post_copy } = self;
+        let Self {
+            session,
+            name,
+            lanes,
+            layout,
+            verification,
+            fetch_lanes,
+            no_post_copy,
+            compares_storage,
+        } = self;
         common.act(Action::ExpectLanes { lanes, fetch_lanes });
         common.send(ControlMessage::Accept {
             token: common.token,
             release: Some(common.release()),
             algorithms: Some(common.our_side.algorithms),
             verifies_placed: verification != Verification::None,
+            compares_storage,
             post_copy: no_post_copy.map(Err).or(fetch_lanes.map(|_| Ok(()))),
         });
         common.report(Report::Accepted {

@@ -125,10 +125,17 @@ impl Phase {
                 waiting.on_begin(common, begin)
             }
             (
-                ControlMessage::Final { lane_sequences, digest, state, paused, kind },
+                ControlMessage::Final {
+                    lane_sequences,
+                    digest,
+                    state,
+                    paused,
+                    kind,
+                    storage_sample,
+                },
                 Self::Receiving(session),
             ) => {
-                let last = Final { digest, state, paused, kind };
+                let last = Final { digest, state, paused, kind, storage_sample };
                 session.on_final(common, now, lane_sequences, last)
             }
             (

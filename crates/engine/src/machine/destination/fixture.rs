@@ -41,6 +41,7 @@ pub fn finish(destination: &mut Destination) {
             state,
             paused: false,
             kind: SessionKind::PreCopy,
+            storage_sample: Vec::new(),
         },
     );
 }
@@ -64,7 +65,8 @@ pub fn receiving(verify: bool) -> Destination {
         fetch_lanes: Some(FetchLanes { faults: 1, background: 1 }),
     };
     heard(&mut destination, begin);
-    destination.handle(now, Input::Prepared(Ok(Prepared { post_copy: Ok(()) })));
+    destination
+        .handle(now, Input::Prepared(Ok(Prepared { post_copy: Ok(()), compares_storage: false })));
     destination.handle(now, Input::Opened(Ok(())));
     while destination.next_action().is_some() {}
     assert_phase!(destination, Receiving);

@@ -159,7 +159,7 @@ mod tests {
     use super::*;
     use crate::error::MigrateError;
     use crate::machine::destination::Destination;
-    use crate::machine::destination::io::Input;
+    use crate::machine::destination::io::{Input, Loaded};
 
     const HASH: WholeHash = WholeHash { hash: 3, pages: 1 };
 
@@ -198,7 +198,7 @@ mod tests {
         let mut destination = hashing();
         destination.handle(Duration::ZERO, Input::Hashed(HASH, Duration::ZERO));
         assert_eq!(did(&mut destination), ["VERIFIED", "load"]);
-        destination.handle(Duration::ZERO, Input::Loaded(Ok(Duration::ZERO)));
+        destination.handle(Duration::ZERO, Input::Loaded(Ok(Loaded::default())));
         assert_eq!(did(&mut destination), ["READY"]);
         // The source may still be hashing.
         let timeouts = destination.common.timeouts;

@@ -83,7 +83,7 @@ pub enum Input {
     /// The digest of everything that was placed.
     Digest(u64),
     /// The state is loaded, or could not be.
-    Loaded(Result<Duration, MigrateError>),
+    Loaded(Result<Loaded, MigrateError>),
     /// This side's whole-memory hash, and how long it took.
     Hashed(WholeHash, Duration),
     /// RUN-INTENT is on disk. With an error this is unknown.
@@ -112,8 +112,19 @@ pub enum Input {
 /// What the VMM has prepared for a guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Prepared {
+    /// Whether it compares a sample of the guest's storage.
+    pub compares_storage: bool,
     /// Whether the guest can run there before all its pages have arrived, and why not.
     pub post_copy: Result<(), String>,
+}
+
+/// How long it took to load a guest's state.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Loaded {
+    /// Duration of loading.
+    pub took: Duration,
+    /// Duration of comparing the guest's storage before.
+    pub compared: Duration,
 }
 
 /// An action. The input named after the colon reports its result.
@@ -166,6 +177,9 @@ pub enum Action {
         state: GuestBytes,
         /// Whether the guest must stay paused.
         paused: bool,
+        /// What the source has read from the guest's storage, to be compared first; empty if there
+        /// is nothing to compare.
+        storage_sample: Vec<u8>,
     },
     /// Hash the whole memory concurrently: `Hashed`.
     Hash {

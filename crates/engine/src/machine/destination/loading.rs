@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use super::common::{Common, protocol};
-use super::io::{Action, LinkId};
+use super::io::{Action, LinkId, Loaded};
 use super::phase::{
     Deciding, Final, Lacking, Loading, Phase, Placing, Session, Summing, Verification,
 };
@@ -56,10 +56,10 @@ impl Phase {
         self,
         common: &mut Common,
         now: Duration,
-        result: Result<Duration, MigrateError>,
+        result: Result<Loaded, MigrateError>,
     ) -> Self {
         match (result, self) {
-            (Ok(took), Self::Loading(loading)) => loading.on_loaded(common, now, took),
+            (Ok(loaded), Self::Loading(loading)) => loading.on_loaded(common, now, loaded),
             (Ok(_), phase) => phase,
             (Err(error), phase) => phase.fail(common, now, error),
         }
@@ -111,15 +111,17 @@ impl Summing {
 impl Session {
     /// Lets the VMM load the state. From here on nothing can be withdrawn.
     pub(super) fn load(self, common: &mut Common, last: Final) -> Phase {
-        let Final { digest, state, paused, kind: _ } = last;
-        common.act(Action::Load { state, paused });
+        let Final { digest, state, paused, kind: _, storage_sample } = last;
+        common.act(Action::Load { state, paused, storage_sample });
         Phase::Loading(Loading { session: self, digest, paused })
     }
 }
 
 impl Loading {
-    fn on_loaded(self, common: &mut Common, now: Duration, took: Duration) -> Phase {
+    fn on_loaded(self, common: &mut Common, now: Duration, loaded: Loaded) -> Phase {
+        let Loaded { took, compared } = loaded;
         common.stats.load_ms = took.as_secs_f64() * 1e3;
+        common.stats.storage_ms = compared.as_secs_f64() * 1e3;
         let Self { session, digest, paused } = self;
         let (since, committed_at) = (now, None);
         Phase::Deciding(Deciding { session, digest, paused, load: took, since, committed_at })
@@ -145,7 +147,14 @@ mod tests {
         }
         let (lane_sequences, state) = (vec![9], GuestBytes::new());
         let kind = SessionKind::PreCopy;
-        let last = ControlMessage::Final { lane_sequences, digest: 0, state, paused: false, kind };
+        let last = ControlMessage::Final {
+            lane_sequences,
+            digest: 0,
+            state,
+            paused: false,
+            kind,
+            storage_sample: Vec::new(),
+        };
         heard(&mut machine, last);
         assert_phase!(machine, Summing);
     }

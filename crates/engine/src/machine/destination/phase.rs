@@ -40,6 +40,8 @@ pub(super) struct Announced {
     pub(super) fetch_lanes: Option<FetchLanes>,
     /// Why the guest can't be received with post-copy, although the source announced fetch lanes.
     pub(super) no_post_copy: Option<String>,
+    /// The VMM compares a sample of the guest's storage.
+    pub(super) compares_storage: bool,
 }
 
 /// A session whose guest is accepted. It is in the journal.
@@ -103,6 +105,8 @@ pub(super) struct Final {
     /// The guest was paused at the source before the migration, and stays paused.
     pub(super) paused: bool,
     pub(super) kind: SessionKind,
+    /// What the source has read from the guest's storage; empty if there is nothing to compare.
+    pub(super) storage_sample: Vec<u8>,
 }
 
 /// Everything is placed, and its digest is being summed up.

@@ -132,7 +132,7 @@ mod tests {
     use super::super::fixture::{DIGEST, assert_phase, finish, heard, receiving};
     use super::*;
     use crate::config::Timeouts;
-    use crate::machine::destination::io::{Action, Input, LinkId};
+    use crate::machine::destination::io::{Action, Input, LinkId, Loaded};
 
     fn lost() -> Input {
         Input::LinkLost(MigrateError::Cancelled { during: "a test" })
@@ -165,7 +165,7 @@ mod tests {
         destination.handle(Duration::ZERO, Input::LaneEnded { lane: 0, sequence: 1 });
         finish(&mut destination);
         destination.handle(Duration::ZERO, Input::Digest(DIGEST));
-        destination.handle(Duration::ZERO, Input::Loaded(Ok(Duration::ZERO)));
+        destination.handle(Duration::ZERO, Input::Loaded(Ok(Loaded::default())));
         assert_eq!(destination.handover(), DestinationState::Ready);
         let deadline = |destination: &crate::machine::destination::Destination| {
             destination.phase.deadline(&destination.common).unwrap()

@@ -102,9 +102,7 @@ impl Phase {
             (Input::LastHarvest { pages, took }, Self::LastHarvest(harvest)) => {
                 harvest.on_harvested(common, now, pages, took)
             }
-            (Input::Saved { state, took, paused }, Self::LastRound(last)) => {
-                last.on_saved(common, now, state, took, paused)
-            }
+            (Input::Saved(saved), Self::LastRound(last)) => last.on_saved(common, now, saved),
             (Input::Digest(digest), Self::LastRound(last)) => last.on_digest(common, now, digest),
             (Input::Hashed { attempt, hash }, Self::AwaitReady(waiting)) => {
                 waiting.on_hashed(common, now, attempt, hash)
@@ -120,12 +118,25 @@ impl Phase {
         let ours = common.config.session;
         match (message, self) {
             (
-                ControlMessage::Accept { token, release, algorithms, verifies_placed, post_copy },
+                ControlMessage::Accept {
+                    token,
+                    release,
+                    algorithms,
+                    verifies_placed,
+                    post_copy,
+                    compares_storage,
+                },
                 Self::Announced(announced),
             ) => {
                 let algorithms = algorithms.unwrap_or(AlgorithmSet::VERSION_1);
-                let acceptance =
-                    Acceptance { token, release, algorithms, verifies_placed, post_copy };
+                let acceptance = Acceptance {
+                    token,
+                    release,
+                    algorithms,
+                    verifies_placed,
+                    compares_storage,
+                    post_copy,
+                };
                 announced.on_accept(common, now, acceptance)
             }
             (

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use vmferry_memory::{GuestBytes, SlotId, SlotLayout};
+use vmferry_memory::{SlotId, SlotLayout};
 use vmferry_wire::{ControlMessage, GuestIdentity, Token};
 
 use super::Source;
-use super::io::Input;
+use super::io::{Input, Saved};
 use crate::config::WhenStuck;
 use crate::config::{ChannelCount, RoundLimit, SourceConfig};
 use crate::machine::peer::SourceSide;
@@ -52,7 +52,7 @@ pub fn awaiting_ready(mut config: SourceConfig, verifies_placed: bool) -> Source
         Input::Paused { stood_still },
         Input::LastHarvest { pages: 1, took },
         sent(2),
-        Input::Saved { state: GuestBytes::new(), took, paused: false },
+        Input::Saved(Saved { took, ..Saved::default() }),
         Input::Digest(DIGEST),
     ] {
         source.handle(Duration::ZERO, input);
@@ -99,6 +99,7 @@ pub fn accepted(verifies_placed: bool) -> Input {
         release: None,
         algorithms: None,
         verifies_placed,
+        compares_storage: false,
         post_copy: Some(Ok(())),
     })
 }

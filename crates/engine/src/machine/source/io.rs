@@ -131,14 +131,7 @@ pub enum Input {
         totals: LaneTotals,
     },
     /// The state is saved, or a carried guest's VMM has sent the last byte.
-    Saved {
-        /// The VMM's state.
-        state: GuestBytes,
-        /// Duration of saving.
-        took: Duration,
-        /// Whether another client has paused the guest.
-        paused: bool,
-    },
+    Saved(Saved),
     /// The digest of everything that was sent. Requested when all lanes have sent everything.
     Digest(u64),
     /// This side's whole-memory hash.
@@ -175,6 +168,28 @@ pub enum Input {
     GiveUp,
     /// Time has passed.
     Tick,
+}
+
+/// What is known when a guest's state is saved.
+#[derive(Debug, Default)]
+pub struct Saved {
+    /// The VMM's state.
+    pub state: GuestBytes,
+    /// Duration of saving.
+    pub took: Duration,
+    /// Whether another client has paused the guest.
+    pub paused: bool,
+    /// A sample of the guest's storage, if the destination compares it.
+    pub sample: Option<StorageSample>,
+}
+
+/// A sample of a guest's storage.
+#[derive(Debug, Default)]
+pub struct StorageSample {
+    /// In the VMM's own format.
+    pub bytes: Vec<u8>,
+    /// Duration of reading it.
+    pub took: Duration,
 }
 
 /// An action. The input named after the colon reports its result.
@@ -234,6 +249,8 @@ pub enum Action {
     },
     /// Harvest with the guest running: `Harvested`.
     Harvest,
+    /// From now on, `Save` also reads a sample of the guest's storage.
+    PrepareStorageSample,
     /// Set the windows for a link with this round trip.
     FitWindows {
         /// The shortest round trip so far.

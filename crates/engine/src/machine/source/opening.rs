@@ -21,6 +21,8 @@ pub(super) struct Acceptance {
     pub(super) algorithms: AlgorithmSet,
     /// Whether it hashes its memory before it loads the state.
     pub(super) verifies_placed: bool,
+    /// Whether it compares a sample of the guest's storage.
+    pub(super) compares_storage: bool,
     /// Whether it can run the guest before all its pages have arrived, and why not.
     pub(super) post_copy: Option<Result<(), String>>,
 }
@@ -32,8 +34,14 @@ impl Announced {
         now: Duration,
         acceptance: Acceptance,
     ) -> Phase {
-        let Acceptance { token, release, algorithms: known, verifies_placed, post_copy } =
-            acceptance;
+        let Acceptance {
+            token,
+            release,
+            algorithms: known,
+            verifies_placed,
+            compares_storage,
+            post_copy,
+        } = acceptance;
         common.stats.destination = release;
         common.verification.before_load = verifies_placed;
         if let CompressionWay::Fixed(method) = common.config.compression.way
@@ -47,6 +55,9 @@ impl Announced {
             return Phase::Announced(self).fail(common, now, error);
         }
         common.act(Action::PackWith(known));
+        if compares_storage {
+            common.act(Action::PrepareStorageSample);
+        }
         common.pace.predictor.measured_round_trip(Duration::ZERO);
         self.accepted = Some(token);
         self.open_lanes(common, now)

@@ -92,6 +92,8 @@ pub(super) struct LastRound {
     pub(super) since: Duration,
     /// The VMM's state, once it is saved.
     pub(super) state: Option<GuestBytes>,
+    /// What was read from the guest's storage with it.
+    pub(super) storage_sample: Vec<u8>,
     /// The digest of everything that was sent, once all lanes have sent everything.
     pub(super) digest: Option<u64>,
 }

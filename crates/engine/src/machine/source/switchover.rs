@@ -3,11 +3,10 @@
 
 use std::time::Duration;
 
-use vmferry_memory::GuestBytes;
 use vmferry_wire::ControlMessage;
 
 use super::common::{Common, ms};
-use super::io::{Action, Report};
+use super::io::{Action, Report, Saved, StorageSample};
 use super::phase::{AwaitReady, LastHarvest, LastRound, Pause, Pausing, Phase};
 use crate::error::MigrateError;
 use crate::rounds::tracker::RoundStart;
@@ -74,18 +73,11 @@ impl LastHarvest {
 impl LastRound {
     /// The last harvest was done at `since`.
     pub(super) fn new(pause: Pause, since: Duration) -> Self {
-        Self { pause, since, state: None, digest: None }
+        Self { pause, since, state: None, storage_sample: Vec::new(), digest: None }
     }
 
-    /// The state is saved. `paused` means that another client has paused the guest.
-    pub(super) fn on_saved(
-        mut self,
-        common: &mut Common,
-        now: Duration,
-        state: GuestBytes,
-        took: Duration,
-        paused: bool,
-    ) -> Phase {
+    pub(super) fn on_saved(mut self, common: &mut Common, now: Duration, saved: Saved) -> Phase {
+        let Saved { state, took, paused, sample } = saved;
         if paused && common.our_side.protocol < PAUSED_SINCE {
             return Phase::LastRound(self).fail(common, now, MigrateError::PausedForOldPeer);
         }
@@ -93,6 +85,9 @@ impl LastRound {
         common.stats.downtime.save_ms = ms(took);
         common.stats.state_bytes = state.len() as u64;
         common.stats.sent_bytes += state.len() as u64;
+        let StorageSample { bytes, took } = sample.unwrap_or_default();
+        common.stats.downtime.storage_ms = ms(took);
+        self.storage_sample = bytes;
         self.state = Some(state);
         self.send_final(common, now)
     }
@@ -104,11 +99,9 @@ impl LastRound {
 
     /// Sends FINAL once the state is saved and the digest is known.
     fn send_final(self, common: &mut Common, now: Duration) -> Phase {
-        let (pause, since, state, digest) = match self {
-            Self { pause, since, state: Some(state), digest: Some(digest) } => {
-                (pause, since, state, digest)
-            }
-            incomplete => return Phase::LastRound(incomplete),
+        let Self { pause, since, state: Some(state), storage_sample, digest: Some(digest) } = self
+        else {
+            return Phase::LastRound(self);
         };
         let asks_now = common.config.verify && common.verification.before_load;
         let comparison = asks_now.then(|| common.request_comparison());
@@ -121,6 +114,7 @@ impl LastRound {
             state,
             paused: common.guest_is_paused,
             kind: common.kind,
+            storage_sample,
         }));
         common.stats.downtime.send_ms = ms(now.saturating_sub(since));
         common.begin_wait(now);

@@ -50,6 +50,7 @@ impl Destination {
             state,
             paused: false,
             kind: vmferry_wire::SessionKind::PreCopy,
+            storage_sample: Vec::new(),
         });
         loop {
             match control.hear() {
@@ -177,6 +178,7 @@ fn of_source() -> Vec<ControlMessage> {
         state: [1; 100].into(),
         paused: false,
         kind: vmferry_wire::SessionKind::PreCopy,
+        storage_sample: Vec::new(),
     };
     let free = ControlMessage::Free { slot: SlotId(0), runs: vec![(0, 1)] };
     let (verify, withdraw) = (ControlMessage::Verify {}, ControlMessage::Withdraw {});
@@ -194,6 +196,7 @@ fn of_destination() -> Vec<ControlMessage> {
             algorithms: None,
             verifies_placed: false,
             post_copy: None,
+            compares_storage: false,
         },
         ControlMessage::Refuse { reason: reason.clone(), release: None },
         ControlMessage::Placed { lane: 0, sequence: 1 },
@@ -245,6 +248,7 @@ fn second_final_without_a_withdrawal_is_refused() {
             state: [content; 8].into(),
             paused: false,
             kind: vmferry_wire::SessionKind::PreCopy,
+            storage_sample: Vec::new(),
         };
         line.say(&last(1));
         line.say(&ControlMessage::Withdraw {});

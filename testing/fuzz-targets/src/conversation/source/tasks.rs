@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmferry::machine::source::io::Input as What;
+use vmferry::machine::source::io::{Input as What, Saved, StorageSample};
 use vmferry::rounds::tracker::LaneTotals;
 use vmferry_handover::SessionKind;
 use vmferry_handover::journal::Record;
@@ -118,7 +118,12 @@ impl SourceHost {
                 self.pages.harvest(outcome);
                 What::LastHarvest { pages: outcome.into(), took }
             }
-            Task::Save => What::Saved { state: [outcome; 3].into(), took, paused: false },
+            Task::Save => {
+                let bytes = vec![outcome; 2];
+                let sample = self.samples_storage.then_some(StorageSample { bytes, took });
+                let state = [outcome; 3].into();
+                What::Saved(Saved { state, took, paused: false, sample })
+            }
             Task::Sum => What::Digest(DIGEST),
             Task::Hash(attempt) => {
                 What::Hashed { attempt, hash: WholeHash { hash: DIGEST, pages: 1 } }

@@ -22,7 +22,7 @@ use crate::driver::destination::notice::Notice;
 use crate::driver::destination::reception::Reception;
 use crate::error::MigrateError;
 use crate::link::lost;
-use crate::machine::destination::io::{Input, LinkId, Report};
+use crate::machine::destination::io::{Input, LinkId, Loaded, Report};
 use crate::machine::destination::{Destination, Left};
 use crate::stats::FetchStats;
 use crate::vmm::DestinationVm;
@@ -133,9 +133,30 @@ impl<'a, V: DestinationVm> Session<'a, V> {
         self.send(link, &ControlMessage::Answer { session, word, token: Some(token) })
     }
 
+    /// Compares the guest's storage with the source's sample of it, and loads the guest's state.
+    pub(super) fn compare_and_load(
+        &mut self,
+        state: &[u8],
+        paused: bool,
+        storage_sample: &[u8],
+    ) -> Result<Loaded, MigrateError> {
+        let begun = Instant::now();
+        let storage = self.vm.storage().filter(|_| !storage_sample.is_empty());
+        let comparison = storage.map(|storage| storage.compare(storage_sample));
+        let began = begun.elapsed();
+        let loaded = self.load(state, paused);
+        let Some(comparison) = comparison else {
+            return Ok(Loaded { took: loaded?, compared: Duration::ZERO });
+        };
+        let waits = Instant::now();
+        let failed = |source| MigrateError::Vm { action: "compare the guest's disks", source };
+        comparison().map_err(failed)?;
+        Ok(Loaded { took: loaded?, compared: began + waits.elapsed() })
+    }
+
     /// Loads the guest's state. With post-copy the VMM may wait for pages meanwhile, so this ends
     /// when the source is lost or silent.
-    pub(super) fn load(&mut self, state: &[u8], paused: bool) -> Result<Duration, MigrateError> {
+    fn load(&mut self, state: &[u8], paused: bool) -> Result<Duration, MigrateError> {
         let begun = Instant::now();
         let pages = self.fetch_lanes.as_ref().and_then(LateLanes::pages);
         let missing = pages.and_then(FetchLanes::missing).cloned();

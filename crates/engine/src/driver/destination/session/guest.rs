@@ -53,7 +53,10 @@ impl<V: DestinationVm> Session<'_, V> {
                 Target::streams(sockets, self.vm.takes_post_copy().is_ok())
             }
         });
-        Ok(Prepared { post_copy: self.vm.takes_post_copy().map_err(|error| chain(&*error)) })
+        Ok(Prepared {
+            post_copy: self.vm.takes_post_copy().map_err(|error| chain(&*error)),
+            compares_storage: self.vm.storage().is_some(),
+        })
     }
 
     /// The VMM has stopped reading a stream: it has loaded the guest and needs no more, or it has

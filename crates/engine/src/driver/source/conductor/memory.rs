@@ -7,6 +7,7 @@ use vmferry_codec::{HotPages, PageHashes};
 use vmferry_dirty::{DirtyLog, DirtyLogError};
 use vmferry_memory::{GuestMemory, whole_hash_except};
 
+use super::storage::{prepare_sample, sample};
 use super::{Core, GuestSide};
 use crate::config::BandwidthCap;
 use crate::config::compression::worker_threads;
@@ -14,7 +15,7 @@ use crate::data::source::page_encoder::PageEncoder;
 use crate::data::source::page_server::Served;
 use crate::data::source::workers::{WorkerContext, Workers};
 use crate::error::MigrateError;
-use crate::machine::source::io::{Action, Input};
+use crate::machine::source::io::{Action, Input, Saved};
 use crate::rounds::freed::{Freed, free_messages};
 use crate::rounds::harvester::Harvester;
 use crate::rounds::lacking::lacking_messages;
@@ -31,6 +32,8 @@ pub(super) struct MemoryGuest {
     hashes: Arc<PageHashes>,
     hot: Arc<HotPages>,
     throttled: bool,
+    /// The destination compares a sample of the guest's storage.
+    samples_storage: bool,
 }
 
 impl MemoryGuest {
@@ -47,6 +50,7 @@ impl MemoryGuest {
             hashes: Arc::new(PageHashes::for_memory(&memory)),
             hot: Arc::new(HotPages::new(core.config.compression.delta_memory)),
             throttled: false,
+            samples_storage: false,
             harvester: Harvester::new(memory, log, freed),
         }
     }
@@ -70,7 +74,11 @@ impl<V: SourceVm> GuestSide<V> for MemoryGuest {
             Action::Throttle { percent } => self.throttle(core, percent),
             Action::Pause => Some(pause(core)),
             Action::HarvestLast => Some(self.harvest_last().unwrap_or_else(Input::Failed)),
-            Action::Save => Some(save(core)),
+            Action::PrepareStorageSample => {
+                self.samples_storage = prepare_sample(core, SourceVm::storage);
+                None
+            }
+            Action::Save => Some(self.save(core)),
             Action::SumDigest => Some(Input::Digest(self.hashes.sum())),
             Action::TellLacking => self.tell_lacking(core),
             Action::ServePages { round } => {
@@ -190,6 +198,19 @@ impl MemoryGuest {
         lacking_messages(lacking).find_map(|message| core.send(&message))
     }
 
+    fn save<V: SourceVm>(&self, core: &mut Core<'_, V>) -> Input {
+        let begun = Instant::now();
+        let SourceGuest::Paused(paused) = &mut core.guest else { return Input::Tick };
+        let protocol = core.machine.protocol();
+        let state = match paused.with_vm(|vm| vm.save_for(protocol)) {
+            Ok(state) => state,
+            Err(source) => return Input::Failed(MigrateError::of_vm("save its state", source)),
+        };
+        let took = begun.elapsed();
+        let sample = self.samples_storage.then(|| sample(paused, SourceVm::storage)).flatten();
+        Input::Saved(Saved { state, took, paused: paused.is_paused_by_others(), sample })
+    }
+
     fn hash<V: Resume>(&mut self, core: &Core<'_, V>, attempt: u32) -> Option<Input> {
         let (memory, results) = (self.harvester.memory().clone(), core.inputs.0.clone());
         let free = self.harvester.free().clone();
@@ -228,18 +249,5 @@ fn pause<V: SourceVm>(core: &mut Core<'_, V>) -> Input {
         Some(Ok(stood_still)) => Input::Paused { stood_still },
         Some(Err(source)) => Input::Failed(MigrateError::of_vm("pause the guest", source)),
         None => Input::Tick,
-    }
-}
-
-fn save<V: SourceVm>(core: &mut Core<'_, V>) -> Input {
-    let begun = Instant::now();
-    let SourceGuest::Paused(paused) = &mut core.guest else { return Input::Tick };
-    let protocol = core.machine.protocol();
-    match paused.with_vm(|vm| vm.save_for(protocol)) {
-        Ok(state) => {
-            let paused = paused.is_paused_by_others();
-            Input::Saved { state, took: begun.elapsed(), paused }
-        }
-        Err(source) => Input::Failed(MigrateError::of_vm("save its state", source)),
     }
 }

@@ -6,6 +6,7 @@ use vmferry_handover::Resume;
 
 use vmferry_memory::GuestBytes;
 
+use super::storage::{prepare_sample, sample};
 use super::{Core, GuestSide};
 use crate::config::compression::worker_threads;
 use crate::config::window_frames;
@@ -13,7 +14,7 @@ use crate::data::source::page_encoder::PageEncoder;
 use crate::data::source::streams::{Cutting, StreamContext, Streams};
 use crate::data::tunnel::TunnelEnd;
 use crate::error::MigrateError;
-use crate::machine::source::io::{Action, Input};
+use crate::machine::source::io::{Action, Input, Saved};
 use crate::rounds::tracker::LaneTotals;
 use crate::vmm::streamed::{LateStreams, StreamEvent, StreamedVm};
 use vmferry_handover::SourceGuest;
@@ -42,6 +43,8 @@ pub(super) struct StreamedGuest {
     finishing: Instant,
     /// Pages that the VMM sends while the guest runs at the destination, with post-copy.
     late_pages: Option<u64>,
+    /// The destination compares a sample of the guest's storage.
+    samples_storage: bool,
 }
 
 impl StreamedGuest {
@@ -54,6 +57,7 @@ impl StreamedGuest {
             sent: (0, 0),
             finishing: now,
             late_pages: None,
+            samples_storage: false,
         }
     }
 
@@ -88,6 +92,17 @@ impl StreamedGuest {
         };
         self.streams = Some(Streams::start(streams, &context).map_err(MigrateError::no_thread)?);
         Ok(())
+    }
+
+    /// The VMM has sent what the destination needs to load.
+    fn saved<V: StreamedVm>(&self, core: &mut Core<'_, V>, state: GuestBytes) -> Input {
+        let took = self.finishing.elapsed();
+        let SourceGuest::Paused(guest) = &mut core.guest else {
+            return Input::Saved(Saved { state, took, ..Saved::default() });
+        };
+        let paused = guest.is_paused_by_others();
+        let sample = self.samples_storage.then(|| sample(guest, StreamedVm::storage)).flatten();
+        Input::Saved(Saved { state, took, paused, sample })
     }
 
     /// The rest of the stream goes through the fetch lanes, and requests for pages come through
@@ -180,8 +195,12 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
                 }
                 // With post-copy the VMM sends the last byte when the guest has long been running.
                 let pages = self.late_pages?;
-                let (state, paused) = (pages.to_le_bytes().into(), paused.is_paused_by_others());
-                Some(Input::Saved { state, took: self.finishing.elapsed(), paused })
+                let state = pages.to_le_bytes().into();
+                Some(self.saved(core, state))
+            }
+            Action::PrepareStorageSample => {
+                self.samples_storage = prepare_sample(core, StreamedVm::storage);
+                None
             }
             Action::BeginCarriedPostCopy => {
                 let SourceGuest::Running(running) = &mut core.guest else { return None };
@@ -232,13 +251,7 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
                 let (expected, totals) = (expected_downtime, taken(core));
                 Input::Stopped { stood_still, expected, pages, totals }
             }
-            StreamEvent::Completed => {
-                let paused = match &core.guest {
-                    SourceGuest::Paused(paused) => paused.is_paused_by_others(),
-                    _ => false,
-                };
-                Input::Saved { state: GuestBytes::new(), took: self.finishing.elapsed(), paused }
-            }
+            StreamEvent::Completed => self.saved(core, GuestBytes::new()),
             StreamEvent::Failed(source) => {
                 Input::Failed(MigrateError::of_vm("stream the guest", source))
             }

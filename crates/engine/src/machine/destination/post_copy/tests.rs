@@ -8,7 +8,7 @@ use vmferry_wire::{ControlMessage, FetchLanes, LaneOffer, SessionId};
 use super::super::fixture::{DIGEST, assert_phase, heard, receiving};
 use super::*;
 use crate::config::Timeouts;
-use crate::machine::destination::io::{Ending, Input};
+use crate::machine::destination::io::{Ending, Input, Loaded};
 use crate::machine::destination::{Destination, Left};
 use crate::machine::peer::DestinationSide;
 
@@ -23,6 +23,7 @@ fn final_of(kind: SessionKind) -> ControlMessage {
         state: [5].into(),
         paused: false,
         kind,
+        storage_sample: Vec::new(),
     }
 }
 
@@ -60,7 +61,7 @@ fn fetching() -> Destination {
     let pages: Vec<u64> = missing.runs().map(|run| run.first).collect();
     assert_eq!(pages, [0, 2, 9]);
     destination.handle(now, Input::Digest(DIGEST));
-    destination.handle(now, Input::Loaded(Ok(now)));
+    destination.handle(now, Input::Loaded(Ok(Loaded::default())));
     let session = destination.session().unwrap();
     heard(&mut destination, ControlMessage::Commit { session });
     assert!(matches!(

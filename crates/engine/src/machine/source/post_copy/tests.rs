@@ -1,12 +1,11 @@
 use vmferry_handover::SourceState;
-use vmferry_memory::GuestBytes;
 use vmferry_wire::{ControlMessage, ReasonCode, SessionWord};
 
 use super::super::fixture::{DIGEST, after_one_round, assert_phase, harvested};
 use super::*;
 use crate::config::{RoundLimit, SourceConfig};
 use crate::machine::source::Source;
-use crate::machine::source::io::{Ending, Input};
+use crate::machine::source::io::{Ending, Input, Saved};
 use vmferry_handover::journal::Record;
 
 mod recovery;
@@ -78,7 +77,7 @@ fn paused() -> Source {
 fn final_sent() -> Source {
     let mut source = paused();
     source.handle(NOW, Input::Digest(DIGEST));
-    source.handle(NOW, Input::Saved { state: GuestBytes::new(), took: NOW, paused: false });
+    source.handle(NOW, Input::Saved(Saved { took: NOW, ..Saved::default() }));
     let kind = SessionKind::PostCopy;
     match &did(&mut source)[..] {
         [
