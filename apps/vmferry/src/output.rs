@@ -44,7 +44,7 @@ impl Output {
             serde_json::to_string(value)
                 .unwrap_or_else(|error| json!({ "error": error.to_string() }).to_string())
         } else {
-            text()
+            printable(&text())
         };
         // A reader that closed standard output does not want the result.
         let _ = writeln!(std::io::stdout(), "{}", line.trim_end());
@@ -84,7 +84,7 @@ impl Output {
     /// A remark for people. It is left out of JSON output.
     pub fn note(&self, text: impl AsRef<str>) {
         if !self.json && !self.quiet {
-            let _ = writeln!(std::io::stderr(), "{}", text.as_ref());
+            let _ = writeln!(std::io::stderr(), "{}", printable(text.as_ref()));
         }
     }
 
@@ -101,9 +101,14 @@ impl Output {
         } else {
             let options = failure.code.options().map(|options| format!(" (options: {options})"));
             let options = options.unwrap_or_default();
-            let _ = writeln!(std::io::stderr(), "vmferry: {message}{options}");
+            let _ = writeln!(std::io::stderr(), "vmferry: {}{options}", printable(&message));
         }
     }
+}
+
+/// A text without control characters, with which a peer's words could change the terminal.
+fn printable(text: &str) -> String {
+    text.replace(|c: char| c.is_control() && !matches!(c, '\n' | '\t'), " ")
 }
 
 /// Width of the terminal on standard output, or `None` if it is not a terminal.
@@ -116,6 +121,12 @@ pub fn columns() -> Option<usize> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn texts_have_no_control_characters_but_line_ends() {
+        assert_eq!(printable("a\n\tb"), "a\n\tb");
+        assert_eq!(printable("a\u{1b}[2K\rb\u{9b}"), "a [2K b ");
+    }
 
     #[test]
     fn event_has_its_time_and_once_known_its_migration() {

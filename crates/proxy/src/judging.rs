@@ -16,7 +16,7 @@ use vmferry_handover::GuestIdentity;
 use vmferry_transport::{ChannelReader, ChannelWriter, Dialer, PeerIdentity, TransportError};
 use vmferry_wire::{Hello, Reason, ReasonCode, Role, Token};
 
-use crate::definition::{self, Definition, Objection};
+use crate::definition::{Definition, Judgment, Objection};
 use crate::event::ProxyEvent;
 use crate::proxy::Shared;
 use crate::records::{Answer, Opening, PROXY_VERSION, Target};
@@ -121,7 +121,8 @@ fn judge(
     let text = read_text(reader, MAX_DEFINITION_BYTES).map_err(|error| error.to_string())?;
     let xml = String::from_utf8(text).map_err(|_| "the definition is no text".to_owned())?;
     let judged = Definition { guest: &guest.name, xml: Some(&xml), cookie: None };
-    definition::objections_of(shared, peer, guest, judged)
+    let judgment = Judgment::new(shared, peer, guest)?;
+    judgment.objections(judged).map_err(|error| vmferry::chain(&error))
 }
 
 /// Writes a text after its length in four bytes.

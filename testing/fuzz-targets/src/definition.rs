@@ -3,9 +3,9 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use vmferry::config::policy::DefinitionRules;
 use vmferry_proxy::definition::{
-    Definition, DefinitionFacts, FileKind, LibvirtResources, Resolved, objections, refusal,
+    Definition, DefinitionFacts, FileKind, ImageNames, LibvirtResources, Resolved, objections,
+    refusal,
 };
 
 /// The longest refusal, in bytes. libvirt's error replies have about as many.
@@ -24,6 +24,10 @@ impl DefinitionFacts for Outside {
         let outside = Path::new("/outside").join(path.strip_prefix("/").unwrap_or(path));
         Ok(Resolved { path: outside, kind: FileKind::File })
     }
+
+    fn image_names(&self, _path: &Path) -> Result<ImageNames, String> {
+        Ok(ImageNames::default())
+    }
 }
 
 /// What the judge permits must not have the well-known ways to the host, as they are found by a
@@ -31,8 +35,7 @@ impl DefinitionFacts for Outside {
 pub fn run(data: &[u8]) {
     let xml = String::from_utf8_lossy(data);
     let definition = Definition { guest: "web", xml: Some(&xml), cookie: None };
-    let Ok(found) = objections(definition, &[Arc::new(DefinitionRules::default())], &Outside)
-    else {
+    let Ok(found) = objections(definition, &[Arc::default()], Arc::new(Outside)) else {
         return;
     };
     let words = refusal("web", &found);

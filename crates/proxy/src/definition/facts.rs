@@ -1,12 +1,27 @@
 //! What is known about this host when a definition is judged.
 
+use std::collections::HashMap;
 use std::fmt::Debug;
 use std::fs;
 use std::io;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
+
+use super::qcow2::ImageNames;
+
+/// Below these, a pool's directory may be used if no rule names the pool.
+const OWN: [&str; 5] = ["/var/lib", "/srv", "/mnt", "/media", "/data"];
+
+/// But not below these: they have what is not for guests.
+const IN_OWN: [&str; 4] =
+    ["/var/lib/libvirt/dnsmasq", "/var/lib/libvirt/qemu", "/var/lib/vmferry", "/var/lib/private"];
+
+/// The most paths that are looked up for one guest.
+const MOST_PATHS: usize = 1024;
 
 /// What a definition can name on this host. A restricted daemon leaves the answers to another
 /// process.
@@ -22,6 +37,55 @@ pub trait DefinitionFacts: Debug + Send + Sync {
     /// # Errors
     /// Why that can't be said.
     fn resolve(&self, path: &Path) -> Result<Resolved, String>;
+
+    /// The files that an image names ([`image_names`](super::image_names)).
+    ///
+    /// # Errors
+    /// Why that can't be said.
+    fn image_names(&self, path: &Path) -> Result<ImageNames, String>;
+}
+
+/// What was learned for the Prepare of a guest, and is used for its Finish too: with post-copy a
+/// Finish can't be refused without harm, so it must not depend on a busy host. Each question is
+/// asked once.
+#[derive(Debug)]
+pub(crate) struct Remembered {
+    facts: Arc<dyn DefinitionFacts>,
+    libvirt: Mutex<Option<LibvirtResources>>,
+    resolved: Mutex<HashMap<PathBuf, Resolved>>,
+}
+
+impl Remembered {
+    pub fn new(facts: Arc<dyn DefinitionFacts>) -> Self {
+        Self { facts, libvirt: Mutex::default(), resolved: Mutex::default() }
+    }
+}
+
+impl DefinitionFacts for Remembered {
+    fn libvirt(&self) -> Result<LibvirtResources, String> {
+        let mut known = self.libvirt.lock();
+        match &*known {
+            Some(known) => Ok(known.clone()),
+            None => Ok(known.insert(self.facts.libvirt()?).clone()),
+        }
+    }
+
+    fn image_names(&self, path: &Path) -> Result<ImageNames, String> {
+        self.facts.image_names(path)
+    }
+
+    fn resolve(&self, path: &Path) -> Result<Resolved, String> {
+        let mut known = self.resolved.lock();
+        if let Some(known) = known.get(path) {
+            return Ok(known.clone());
+        }
+        if known.len() == MOST_PATHS {
+            return Err(format!("the definition has more than {MOST_PATHS} paths"));
+        }
+        let resolved = self.facts.resolve(path)?;
+        known.insert(path.to_owned(), resolved.clone());
+        Ok(resolved)
+    }
 }
 
 /// What this host's libvirt offers to guests.
@@ -52,10 +116,15 @@ impl Pool {
         matches!(self.kind.as_str(), "dir" | "fs" | "netfs")
     }
 
-    /// Whether guests may use its volumes unless a rule names other pools. The other types give
-    /// access to whole disks of the host, or of a server.
+    /// Whether guests may use its volumes although no rule names it: it has files in a directory
+    /// that is for images. `virt-manager` makes pools of the directories from which somebody has
+    /// opened a file, such as a home, and a volume group may have the host's own disks.
     pub(super) fn is_usual(&self) -> bool {
-        self.is_directory() || self.kind == "logical"
+        let is_for_images = |target: &PathBuf| {
+            let is_own = |of: &str| target.starts_with(of) && target != Path::new(of);
+            OWN.iter().any(|of| is_own(of)) && !IN_OWN.iter().any(|of| target.starts_with(of))
+        };
+        self.is_directory() && self.target.as_ref().is_some_and(is_for_images)
     }
 }
 

@@ -1,10 +1,14 @@
 //! Compares a definition with the list, element by element.
 
+use std::path::Path;
+
 use roxmltree::{Attribute, Node};
 use vmferry::config::policy::DefinitionRules;
 
+use super::chain::{self, NamingImage, Source};
+use super::facts::{DefinitionFacts, Remembered};
 use super::limits;
-use super::names::{Host, Names};
+use super::names::Names;
 use super::objection::{MOST_OBJECTIONS, Objection};
 use super::place::{Place, Within};
 use super::schema::{Content, Element, ROOT, SCHEMA};
@@ -18,6 +22,7 @@ const NOT_PERMITTED: &str = "this is not permitted";
 /// Judges the documents of one guest by one rule.
 pub(super) struct Judge<'a> {
     rules: &'a DefinitionRules,
+    facts: &'a Remembered,
     names: Names<'a>,
     /// What is not permitted, at most [`MOST_OBJECTIONS`].
     pub objections: Vec<Objection>,
@@ -39,9 +44,9 @@ enum Remedy<'a> {
 
 impl<'a> Judge<'a> {
     /// A judge of the guest with this name.
-    pub fn new(guest: &'a str, rules: &'a DefinitionRules, host: &'a Host<'a>) -> Self {
-        let names = Names::new(guest, rules, host);
-        Self { rules, names, objections: Vec::new() }
+    pub fn new(guest: &'a str, rules: &'a DefinitionRules, facts: &'a Remembered) -> Self {
+        let names = Names::new(guest, rules, facts);
+        Self { rules, facts, names, objections: Vec::new() }
     }
 
     /// Judges a `<domain>`, which is below `parent` in its document.
@@ -50,6 +55,60 @@ impl<'a> Judge<'a> {
         for objection in limits::objections(&format!("{parent}/{ROOT}"), domain, self.rules) {
             self.add(objection);
         }
+    }
+
+    /// Judges what the images of a `<domain>` that is started name.
+    pub fn judge_named(&mut self, domain: Node<'_, '_>) {
+        for image in chain::naming_images(domain) {
+            if self.is_full() {
+                return;
+            }
+            if self.rules.permits_path(&image.general) {
+                continue;
+            }
+            if let Err((name, reason)) = self.names_of_image(&image) {
+                let objection = Objection::new(&image.disk, name.as_deref(), reason);
+                self.add(objection.permitted_by("permit", &image.general));
+            }
+        }
+    }
+
+    /// # Errors
+    /// A name that is not permitted, if there is one, and why.
+    fn names_of_image(&self, image: &NamingImage) -> Result<(), (Option<String>, String)> {
+        let top = match &image.source {
+            Source::File(file) => file.clone(),
+            Source::Volume { pool, volume } => match self.names.volume(pool, volume) {
+                Some(file) => file,
+                None => return Ok(()),
+            },
+        };
+        // It was objected to, and nothing may be said of what is in it.
+        if matches!(image.source, Source::File(_)) && self.names.judge_image(&top).is_err() {
+            return Ok(());
+        }
+        let mut file = top.clone();
+        for _ in 0..chain::MOST_IMAGES {
+            let Ok(resolved) = self.facts.resolve(Path::new(&file)) else { return Ok(()) };
+            let names = self.facts.image_names(&resolved.path).map_err(|problem| {
+                (
+                    None,
+                    format!("it is not known what its image names, in a file or device: {problem}"),
+                )
+            })?;
+            let backing = names.backing.filter(|_| image.names_backing || file != top);
+            for name in names.data_file.iter().chain(&backing) {
+                let named = chain::named(&resolved.path, name);
+                self.names.judge_image(&named).map_err(|refused| {
+                    (Some(named), format!("its image names this file: {}", refused.reason))
+                })?;
+            }
+            match backing {
+                Some(name) => file = chain::named(&resolved.path, &name),
+                None => return Ok(()),
+            }
+        }
+        Err((None, "its chain of images is too long".to_owned()))
     }
 
     fn is_full(&self) -> bool {

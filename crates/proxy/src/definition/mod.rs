@@ -9,12 +9,14 @@
 //! differently, and a text that is judged may not be interrupted by comments, which XPath's
 //! `string()` skips.
 
+mod chain;
 mod facts;
 mod judge;
 mod limits;
 mod names;
 mod objection;
 mod place;
+mod qcow2;
 mod schema;
 
 use std::sync::Arc;
@@ -26,10 +28,11 @@ use vmferry_wire::GuestIdentity;
 
 pub use facts::{DefinitionFacts, FileKind, LibvirtResources, Pool, Resolved, resolve};
 pub use objection::{Objection, refusal};
+pub use qcow2::{ImageNames, image_names};
 
 use crate::proxy::Shared;
+use facts::Remembered;
 use judge::Judge;
-use names::Host;
 use schema::ROOT;
 
 /// A definition that a rule decides on.
@@ -51,46 +54,64 @@ pub struct Definition<'a> {
 pub fn objections(
     definition: Definition<'_>,
     rules: &[Arc<DefinitionRules>],
-    facts: &dyn DefinitionFacts,
+    facts: Arc<dyn DefinitionFacts>,
 ) -> Result<Vec<Objection>, RpcError> {
-    let document = definition.xml.map(|text| parse(text, ROOT, "domain definition"));
-    let document = document.transpose()?;
-    let cookie = definition.cookie.map(|text| parse(text, "qemu-migration", "migration cookie"));
-    let cookie = cookie.transpose()?;
-    let kept = cookie.iter().flat_map(|cookie| cookie.root_element().children());
-    let kept: Vec<_> = kept.filter(|child| child.tag_name().name() == ROOT).collect();
-    let host = Host::new(facts);
-    let by = |rules: &Arc<DefinitionRules>| {
-        let mut judge = Judge::new(definition.guest, rules, &host);
-        if let Some(document) = &document {
-            judge.judge("", document.root_element());
-        }
-        kept.iter().for_each(|domain| judge.judge("/qemu-migration", *domain));
-        judge.objections
-    };
-    let least = rules.iter().map(by).min_by_key(Vec::len);
-    Ok(least.unwrap_or_else(|| vec![Objection::of_all()]))
+    let facts = Remembered::new(facts);
+    Judgment { rules: rules.to_vec(), facts }.objections(definition)
 }
 
-/// The same with the policy and the facts of a daemon.
-///
-/// # Errors
-/// Why the definition can't be judged, for people.
-pub(crate) fn objections_of(
-    shared: &Shared,
-    peer: &PeerIdentity,
-    guest: &GuestIdentity,
-    definition: Definition<'_>,
-) -> Result<Vec<Objection>, String> {
-    let config = shared.config();
-    let Some(facts) = &config.definition_facts else {
-        return Err("this daemon can't judge the definitions of guests".into());
-    };
-    let rules = match &config.policy {
-        Some(policy) => policy.definition_rules(peer, guest),
-        None => vec![Arc::default()],
-    };
-    objections(definition, &rules, &**facts).map_err(|error| vmferry::chain(&error))
+/// The rules for a guest, and what was learned about this host for it.
+#[derive(Debug)]
+pub(crate) struct Judgment {
+    rules: Vec<Arc<DefinitionRules>>,
+    facts: Remembered,
+}
+
+impl Judgment {
+    /// By the policy and the facts of a daemon.
+    ///
+    /// # Errors
+    /// The daemon can't judge, for people.
+    pub fn new(
+        shared: &Shared,
+        peer: &PeerIdentity,
+        guest: &GuestIdentity,
+    ) -> Result<Self, String> {
+        let config = shared.config();
+        let Some(facts) = &config.definition_facts else {
+            return Err("this daemon can't judge the definitions of guests".into());
+        };
+        let rules = match &config.policy {
+            Some(policy) => policy.definition_rules(peer, guest),
+            None => vec![Arc::default()],
+        };
+        Ok(Self { rules, facts: Remembered::new(Arc::clone(facts)) })
+    }
+
+    /// What is not permitted by the rule that objects least. Nothing if one permits all.
+    ///
+    /// # Errors
+    /// A document can't be read.
+    pub fn objections(&self, definition: Definition<'_>) -> Result<Vec<Objection>, RpcError> {
+        let document = definition.xml.map(|text| parse(text, ROOT, "domain definition"));
+        let document = document.transpose()?;
+        let cookie = definition.cookie;
+        let cookie = cookie.map(|text| parse(text, "qemu-migration", "migration cookie"));
+        let cookie = cookie.transpose()?;
+        let kept = cookie.iter().flat_map(|cookie| cookie.root_element().children());
+        let kept: Vec<_> = kept.filter(|child| child.tag_name().name() == ROOT).collect();
+        let by = |rules: &Arc<DefinitionRules>| {
+            let mut judge = Judge::new(definition.guest, rules, &self.facts);
+            if let Some(document) = &document {
+                judge.judge("", document.root_element());
+                judge.judge_named(document.root_element());
+            }
+            kept.iter().for_each(|domain| judge.judge("/qemu-migration", *domain));
+            judge.objections
+        };
+        let least = self.rules.iter().map(by).min_by_key(Vec::len);
+        Ok(least.unwrap_or_else(|| vec![Objection::of_all()]))
+    }
 }
 
 #[cfg(test)]

@@ -1,13 +1,12 @@
 //! What a definition names on this host.
 
-use std::cell::OnceCell;
 use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 
 use roxmltree::Node;
 use vmferry::config::policy::{DefinitionRules, is_plain_path};
 
-use super::facts::{DefinitionFacts, FileKind, LibvirtResources, Resolved};
+use super::facts::{DefinitionFacts, FileKind, LibvirtResources, Pool, Remembered, Resolved};
 use super::schema::Kind;
 
 /// Where distributions keep images of firmware. They are only read.
@@ -46,34 +45,25 @@ impl Refused {
     }
 }
 
-/// What is known about this host. libvirt is asked at most once.
-pub(super) struct Host<'a> {
-    facts: &'a dyn DefinitionFacts,
-    libvirt: OnceCell<Result<LibvirtResources, String>>,
-}
-
-impl<'a> Host<'a> {
-    pub fn new(facts: &'a dyn DefinitionFacts) -> Self {
-        Self { facts, libvirt: OnceCell::new() }
-    }
-}
-
 /// Decides on the names in one guest's definition.
 pub(super) struct Names<'a> {
     guest: &'a str,
     rules: &'a DefinitionRules,
-    host: &'a Host<'a>,
+    facts: &'a Remembered,
 }
 
 impl<'a> Names<'a> {
-    pub fn new(guest: &'a str, rules: &'a DefinitionRules, host: &'a Host<'a>) -> Self {
-        Self { guest, rules, host }
+    pub fn new(guest: &'a str, rules: &'a DefinitionRules, facts: &'a Remembered) -> Self {
+        Self { guest, rules, facts }
     }
 
     /// Decides on the text or an attribute of an element.
     pub fn judge(&self, kind: Kind, node: Node<'_, '_>, value: &str) -> Result<(), Refused> {
         match kind {
             Kind::File => self.judge_path(value, &[FileKind::File, FileKind::Nothing]),
+            // QEMU takes a comma in them for the end of a module's name (`multiboot.c`).
+            Kind::BootFile if value.contains(',') => Err(Refused::new("it has a comma in it")),
+            Kind::BootFile => self.judge_path(value, &[FileKind::File, FileKind::Nothing]),
             Kind::Directory => self.judge_path(value, &[FileKind::Directory, FileKind::Nothing]),
             // libvirt would remove a socket that is there, which may be another guest's.
             Kind::Socket => self.judge_path(value, &[FileKind::Nothing]),
@@ -101,12 +91,18 @@ impl<'a> Names<'a> {
                 let reason = format!("the name of an interface begins with {}", TAPS.join(", "));
                 Err(Refused::new(reason))
             }
+            Kind::Label => {
+                let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+                if value.bytes().all(is_plain) && !value.starts_with('.') {
+                    return Ok(());
+                }
+                Err(Refused::new("it has other characters than letters, digits, `.`, `_` and `-`"))
+            }
         }
     }
 
-    fn libvirt(&self) -> Result<&LibvirtResources, Refused> {
-        let asked = self.host.libvirt.get_or_init(|| self.host.facts.libvirt());
-        asked.as_ref().map_err(|problem| {
+    fn libvirt(&self) -> Result<LibvirtResources, Refused> {
+        self.facts.libvirt().map_err(|problem| {
             Refused::new(format!("libvirt of this host does not say what it has: {problem}"))
         })
     }
@@ -115,73 +111,77 @@ impl<'a> Names<'a> {
         if !is_plain_path(Path::new(value)) || value.contains(char::is_control) {
             return Err(Refused::new("it is no absolute path, or has `.` or `..` in it"));
         }
-        let resolved = self.host.facts.resolve(Path::new(value));
+        let resolved = self.facts.resolve(Path::new(value));
         resolved.map_err(|problem| Refused::new(format!("it can't be looked up: {problem}")))
     }
 
-    /// A file or directory of the guest: below a directory of the rule or of a storage pool.
+    /// A file or directory of the guest: below a directory of the rule.
     fn judge_path(&self, value: &str, kinds: &[FileKind]) -> Result<(), Refused> {
         let resolved = self.resolve(value)?;
-        if !kinds.contains(&resolved.kind) {
-            return Err(Refused::new(format!("there is {}", words(resolved.kind))));
-        }
         if self.is_below(&resolved.path, self.rules.directories(self.guest)) {
-            return Ok(());
-        }
-        if self.is_below(&resolved.path, self.pool_directories()) {
-            return Ok(());
+            return must_be(&resolved, kinds);
         }
         Err(self.outside(value, &resolved))
     }
 
+    /// Says nothing of what is there: the sender may know only what the policy permits.
     fn outside(&self, value: &str, resolved: &Resolved) -> Refused {
         let reason = if resolved.path == Path::new(value) {
-            "the policy names no directory that contains it".to_owned()
+            "the policy names no directory that contains it"
         } else {
-            format!(
-                "it leads to {}, and the policy names no directory that contains that",
-                resolved.path.display()
-            )
+            "it has a link in it, and the policy names no directory that contains what that leads to"
         };
-        let parent = resolved.path.parent().filter(|parent| parent.parent().is_some());
+        let parent = Path::new(value).parent().filter(|parent| parent.parent().is_some());
         match parent.and_then(Path::to_str) {
-            Some(parent) => Refused::but(reason, "directories", parent),
-            None => Refused::new(reason),
+            Some(parent) if resolved.path == Path::new(value) => {
+                Refused::but(reason, "directories", parent)
+            }
+            _ => Refused::new(reason),
         }
     }
 
-    /// The directories of the storage pools that may be used.
-    fn pool_directories(&self) -> Vec<PathBuf> {
-        let Ok(libvirt) = self.libvirt() else { return Vec::new() };
-        let pools = libvirt.pools.iter().filter(|pool| pool.is_directory());
-        let usable = pools
-            .filter(|pool| self.rules.permits_usual_pools() || self.rules.permits_pool(&pool.name));
-        usable.filter_map(|pool| pool.target.clone()).collect()
+    /// Whether a path without links is a file in a storage pool that may be used. A pool's volumes
+    /// are in its directory and not below, and hidden files are no volumes.
+    fn is_in_pool(&self, path: &Path) -> bool {
+        let Ok(libvirt) = self.libvirt() else { return false };
+        let is_hidden = path.file_name().is_none_or(|name| name.as_encoded_bytes()[0] == b'.');
+        let mut pools = libvirt.pools.iter().filter(|pool| pool.is_directory());
+        !is_hidden
+            && pools.any(|pool| {
+                let target = pool.target.as_deref().and_then(|it| self.facts.resolve(it).ok());
+                self.may_use(pool) && target.is_some_and(|it| path.parent() == Some(&it.path))
+            })
+    }
+
+    /// Whether a pool may be used.
+    fn may_use(&self, pool: &Pool) -> bool {
+        self.rules.permits_pool(&pool.name) || self.rules.permits_usual_pools() && pool.is_usual()
     }
 
     /// Whether a path without links is below one of these directories, which may be links.
     fn is_below(&self, path: &Path, directories: Vec<PathBuf>) -> bool {
         directories.iter().any(|directory| {
-            let resolved = self.host.facts.resolve(directory);
+            let resolved = self.facts.resolve(directory);
             resolved.is_ok_and(|it| {
                 it.path.parent().is_some() && path.starts_with(&it.path) && path != it.path
             })
         })
     }
 
-    fn judge_image(&self, value: &str) -> Result<(), Refused> {
+    /// An image: a file or a block device.
+    pub fn judge_image(&self, value: &str) -> Result<(), Refused> {
         let resolved = self.resolve(value)?;
-        if resolved.kind != FileKind::BlockDevice {
-            return self.judge_path(value, &[FileKind::File, FileKind::Nothing]);
-        }
         if self.rules.permits_device(value) || self.is_in_volume_group(value) {
-            return Ok(());
+            return must_be(&resolved, &[FileKind::BlockDevice]);
         }
-        let reason = "the policy does not name this block device";
-        Err(match value.starts_with("/dev/") {
-            true => Refused::but(reason, "devices", value),
-            false => Refused::new(reason),
-        })
+        if self.is_in_pool(&resolved.path) {
+            return must_be(&resolved, &[FileKind::File, FileKind::Nothing]);
+        }
+        if value.starts_with("/dev/") {
+            let reason = "the policy does not name this block device";
+            return Err(Refused::but(reason, "devices", value));
+        }
+        self.judge_path(value, &[FileKind::File, FileKind::Nothing])
     }
 
     /// Whether a device is a volume of a pool of volumes (LVM) that may be used.
@@ -189,9 +189,9 @@ impl<'a> Names<'a> {
         let Ok(libvirt) = self.libvirt() else { return false };
         let mut groups = libvirt.pools.iter().filter(|pool| pool.kind == "logical");
         groups.any(|pool| {
-            let may = self.rules.permits_usual_pools() || self.rules.permits_pool(&pool.name);
             let target = pool.target.as_deref().filter(|target| is_volume_group(target));
-            may && target.is_some_and(|target| Path::new(value).parent() == Some(target))
+            self.may_use(pool)
+                && target.is_some_and(|target| Path::new(value).parent() == Some(target))
         })
     }
 
@@ -210,12 +210,12 @@ impl<'a> Names<'a> {
             return Ok(());
         }
         let resolved = self.resolve(value)?;
-        let known = &self.libvirt()?.emulators;
+        let known = self.libvirt()?.emulators;
         if known.iter().any(|path| path == Path::new(value)) {
             return Ok(());
         }
         let is_same =
-            |path: &PathBuf| self.host.facts.resolve(path).is_ok_and(|it| it.path == resolved.path);
+            |path: &PathBuf| self.facts.resolve(path).is_ok_and(|it| it.path == resolved.path);
         if resolved.kind == FileKind::File && known.iter().any(is_same) {
             return Ok(());
         }
@@ -227,15 +227,18 @@ impl<'a> Names<'a> {
         if self.rules.permits_pool(value) {
             return Ok(());
         }
-        if self.rules.permits_usual_pools() {
-            let pools = &self.libvirt()?.pools;
-            match pools.iter().find(|pool| pool.name == value) {
-                Some(pool) if pool.is_usual() => return Ok(()),
-                Some(_) => {}
-                None => return Err(Refused::new("libvirt of this host has no such pool")),
-            }
+        let pools = self.libvirt()?.pools;
+        if pools.iter().any(|pool| pool.name == value && self.may_use(pool)) {
+            return Ok(());
         }
         Err(Refused::but("the policy does not name this storage pool", "pools", value))
+    }
+
+    /// The path of a volume of a pool in a directory.
+    pub fn volume(&self, pool: &str, volume: &str) -> Option<String> {
+        let pools = self.libvirt().ok()?.pools;
+        let pool = pools.into_iter().find(|known| known.name == pool)?;
+        Some(pool.target?.join(volume).to_str()?.to_owned())
     }
 
     /// Decides on each server of a disk in the network.
@@ -246,8 +249,8 @@ impl<'a> Names<'a> {
         let is_host = |text: &str| {
             text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".:-_[]".contains(&byte))
         };
-        if !is_word(protocol) || !is_plain(name) {
-            return Err(Refused::new("its protocol or name has unusual characters"));
+        if !is_word(protocol) || !is_plain(name) || name.split('/').any(|part| part == "..") {
+            return Err(Refused::new("its protocol or name has unusual characters, or `..` in it"));
         }
         let hosts = source.children().filter(|child| child.has_tag_name("host"));
         let mut urls = Vec::new();
@@ -284,18 +287,22 @@ impl<'a> Names<'a> {
     }
 }
 
-/// Whether a pool's directory is one of a volume group, `/dev/NAME`, and not of all devices.
+/// Whether a pool's directory is one of a volume group, `/dev/NAME`, and not one of all devices.
 fn is_volume_group(target: &Path) -> bool {
-    target.parent() == Some(Path::new("/dev"))
+    target.parent() == Some(Path::new("/dev")) && target != Path::new("/dev/mapper")
 }
 
-fn words(kind: FileKind) -> &'static str {
-    match kind {
+fn must_be(resolved: &Resolved, kinds: &[FileKind]) -> Result<(), Refused> {
+    if kinds.contains(&resolved.kind) {
+        return Ok(());
+    }
+    let words = match resolved.kind {
         FileKind::Nothing => "nothing",
         FileKind::File => "a file",
         FileKind::Directory => "a directory",
         FileKind::BlockDevice => "a block device",
         FileKind::Socket => "a socket",
         FileKind::Other => "a device, a pipe or a dangling link",
-    }
+    };
+    Err(Refused::new(format!("there is {words}")))
 }

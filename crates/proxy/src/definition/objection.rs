@@ -27,8 +27,9 @@ pub struct Objection {
 
 impl Objection {
     pub(super) fn new(path: &str, value: Option<&str>, reason: impl Into<String>) -> Self {
-        let value = value.map(|text| cut(text).replace(char::is_control, " "));
-        Self { path: cut(path).to_owned(), value, reason: reason.into(), permit: None }
+        let shown = |text: &str| cut(text).replace(char::is_control, " ");
+        let value = value.map(shown);
+        Self { path: shown(path), value, reason: reason.into(), permit: None }
     }
 
     /// With the line `KEY = ["VALUE"]`, unless the value has characters that need care.

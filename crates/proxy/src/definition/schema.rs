@@ -51,6 +51,8 @@ pub enum Content {
 pub enum Kind {
     /// A file that QEMU or libvirt opens or makes.
     File,
+    /// A kernel or an initial RAM disk.
+    BootFile,
     /// A directory.
     Directory,
     /// An image: a file or a block device.
@@ -73,6 +75,8 @@ pub enum Kind {
     Listen,
     /// The name of a network interface that libvirt makes.
     Tap,
+    /// A name from which libvirt or QEMU makes the path of a file.
+    Label,
 }
 
 impl Schema {
@@ -196,7 +200,7 @@ mod tests {
             store = schema.children(store, "backingStore")[0];
         }
         let kernel = schema.children(schema.children(schema.root(), "os")[0], "kernel")[0];
-        assert_eq!(kernel.text, Some(Content::Judged(Kind::File)));
+        assert_eq!(kernel.text, Some(Content::Judged(Kind::BootFile)));
         assert!(schema.children(schema.root(), "bootloader").is_empty());
     }
 

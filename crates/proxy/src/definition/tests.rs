@@ -132,6 +132,10 @@ impl DefinitionFacts for Here {
         }
         resolve(path).map_err(|error| error.to_string())
     }
+
+    fn image_names(&self, path: &Path) -> Result<ImageNames, String> {
+        image_names(path).map_err(|error| error.to_string())
+    }
 }
 
 fn rules(text: &str) -> Vec<Arc<DefinitionRules>> {
@@ -140,7 +144,7 @@ fn rules(text: &str) -> Vec<Arc<DefinitionRules>> {
 
 fn judge(xml: &str, cookie: Option<&str>, policy: &str) -> Vec<Objection> {
     let definition = Definition { guest: "web", xml: Some(xml), cookie };
-    objections(definition, &rules(policy), &Here::new()).unwrap()
+    objections(definition, &rules(policy), Arc::new(Here::new())).unwrap()
 }
 
 /// The usual definition with one text replaced.
@@ -214,6 +218,7 @@ fn hostile_definitions_are_refused() {
         ),
         changed("<boot dev='hd'/>", "<kernel>/etc/shadow</kernel>", "os/kernel"),
         changed("<boot dev='hd'/>", "<initrd>/etc/shadow</initrd>", "os/initrd"),
+        changed("<boot dev='hd'/>", "<initrd>/var/lib/libvirt/boot/a,/etc/x</initrd>", "os/initrd"),
         changed("<boot dev='hd'/>", "<dtb>/etc/shadow</dtb>", "os/dtb"),
         changed(
             "<boot dev='hd'/>",
@@ -287,10 +292,27 @@ fn hostile_definitions_are_refused() {
         device("<serial type='dev'><source path='/dev/ttyS0'/></serial>", "serial[2]"),
         device("<serial type='tcp'><source host='192.0.2.1'/></serial>", "serial[2]"),
         device("<channel type='udp'/>", "channel[2]"),
+        device("<channel type='unix'><source mode='connect'/></channel>", "channel[2]/source"),
+        // libvirt connects if nothing is said.
         device(
-            "<channel type='unix'><source mode='connect'/></channel>",
-            "channel[2]/source/@mode",
+            "<channel type='unix'><source path='/run/libvirt/x'/></channel>",
+            "channel[2]/source",
         ),
+        device("<serial type='unix'><source path='/run/libvirt/x'/></serial>", "serial[2]/source"),
+        // The path of its socket is made from the name.
+        changed(
+            "name='org.qemu.guest_agent.0'",
+            "name='../../../etc/shadow'",
+            "devices/channel/target/@name",
+        ),
+        changed("name='org.qemu.guest_agent.0'", "name='..'", "devices/channel/target/@name"),
+        device(
+            "<channel type='pty'><target type='guestfwd' address='10.0.2.1'/></channel>",
+            "channel[2]/target",
+        ),
+        device("<graphics type='vnc' keymap='/etc/shadow'/>", "graphics[2]/@keymap"),
+        // Images whose chain libvirt would follow by itself, and formats with more files.
+        device("<disk type='file'><driver type='vmdk'/></disk>", "disk[4]/driver/@type"),
         device(
             "<channel type='unix'><source mode='bind' path='/etc/x'/></channel>",
             "channel[2]/source/@path",
@@ -335,7 +357,11 @@ fn hostile_definitions_are_refused() {
         assert_eq!(paths, [path], "{found:#?}");
         // The line permits exactly this.
         if let Some(line) = &found[0].permit {
-            assert_eq!(judge(xml, None, line), [], "{line}");
+            let left = judge(xml, None, line);
+            // An image is never another device.
+
+            let is_odd = found[0].value.as_deref() == Some("/dev/null");
+            assert!(left.is_empty() != is_odd, "{line}: {left:?}");
         }
         // The same in the definition that libvirt keeps.
         let cookie = format!("<qemu-migration>{xml}</qemu-migration>");
@@ -375,8 +401,17 @@ fn files_are_where_their_links_lead() {
     {
         assert_eq!(judge(refused).len(), 1, "{refused}");
     }
-    let said = judge("images/key")[0].to_string();
-    assert!(said.contains(&format!("leads to {}", root.join("secrets/key").display())), "{said}");
+    // What a link leads to, and what is outside, is nothing that a peer may learn.
+    for (path, about) in [
+        ("images/key", "has a link in it"),
+        ("secrets/key", "no directory"),
+        ("secrets/none", "no directory"),
+        ("secrets", "no directory"),
+    ] {
+        let said = judge(path)[0].to_string();
+        assert!(said.contains(about) && !said.contains("there is"), "{said}");
+    }
+    assert!(!judge("images/key")[0].to_string().contains("secrets"));
 }
 
 #[test]
@@ -387,7 +422,6 @@ fn rules_permit_what_they_name() {
         <host name='mon2' port='6789'/></source></disk>";
     for (xml, policy) in [
         (disk("<disk type='block'><source dev='/dev/sda'/></disk>"), "devices = ['/dev/sd*']"),
-        (disk("<disk type='block'><source dev='/dev/fast/web'/></disk>"), ""),
         (disk("<disk type='block'><source dev='/dev/fast/web'/></disk>"), "pools = ['fast']"),
         (disk("<disk type='volume'><source pool='hba'/></disk>"), "pools = ['*']"),
         (disk(rbd), "network_disks = ['rbd://mon*:6789/vms/*']"),
@@ -426,6 +460,134 @@ fn rules_permit_what_they_name() {
     }
 }
 
+/// The sender can have written the image.
+#[test]
+fn files_that_images_name_are_judged() {
+    let directory = tempfile::tempdir().unwrap();
+    let root = directory.path().canonicalize().unwrap();
+    let write = |name: &str, backing: &str, data: &str| {
+        let data = (0x4441_5441, data.as_bytes());
+        let extensions = if data.1.is_empty() { vec![] } else { vec![data] };
+        fs::write(root.join(name), qcow2::tests::header(&extensions, backing)).unwrap();
+    };
+    write("alone", "", "");
+    write("overlay", "alone", "");
+    write("hostile", "/dev/sda", "");
+    write("above", "hostile", "");
+    write("network", "nbd://192.0.2.1/x", "");
+    write("split", "", "/etc/shadow");
+    write("circle", "circle", "");
+    fs::write(root.join("raw"), "").unwrap();
+    let rules = format!("directories = [{root:?}]");
+    let disk = |format: &str, name: &str, below: &str| {
+        let file = root.join(name);
+        with_device(&format!(
+            "<disk type='file'><driver name='qemu' type='{format}'/>\
+             <source file='{}'/>{below}</disk>",
+            file.display()
+        ))
+    };
+    for (format, name, below) in [
+        ("qcow2", "alone", ""),
+        ("qcow2", "overlay", ""),
+        ("qcow2", "missing", ""),
+        ("qcow2", "raw", ""),
+        // libvirt does not look into it.
+        ("raw", "hostile", ""),
+        ("qcow2", "hostile", "<backingStore/>"),
+    ] {
+        assert_eq!(judge(&disk(format, name, below), None, &rules), [], "{format} {name}");
+    }
+    for (name, below, says) in [
+        ("hostile", "", "\"/dev/sda\": its image names this file"),
+        ("above", "", "\"/dev/sda\""),
+        ("network", "", "nbd:"),
+        ("split", "", "\"/etc/shadow\""),
+        ("split", "<backingStore/>", "\"/etc/shadow\""),
+        ("circle", "", "too long"),
+    ] {
+        let xml = disk("qcow2", name, below);
+        let found = judge(&xml, None, &rules);
+        assert!(found.len() == 1 && found[0].to_string().contains(says), "{name}: {found:?}");
+        assert_eq!(found[0].path, "/domain/devices/disk[4]");
+        let permitted = format!("{rules}\n{}", found[0].permit.as_ref().unwrap());
+        assert_eq!(judge(&xml, None, &permitted), []);
+        // What libvirt keeps is not opened.
+        let cookie = format!("<qemu-migration>{xml}</qemu-migration>");
+        assert_eq!(judge(USUAL, Some(&cookie), &rules), []);
+    }
+    // The last image that the definition names.
+    let below = format!(
+        "<backingStore type='file'><format type='qcow2'/><source file='{}'/></backingStore>",
+        root.join("hostile").display()
+    );
+    assert_eq!(judge(&disk("qcow2", "alone", &below), None, &rules).len(), 1);
+}
+
+/// Pools that somebody's tools have made are no permission.
+#[test]
+fn pools_are_usable_if_they_are_for_images() {
+    let with_pool = |kind: &str, target: &str, path: &str, policy: &str| {
+        let mut here = Here::new();
+        here.0.pools.push(Pool {
+            name: "more".into(),
+            kind: kind.into(),
+            target: Some(target.into()),
+        });
+        let xml = format!(
+            "<domain type='kvm'><devices><disk type='file'><source file='{path}'/></disk>\
+             </devices></domain>"
+        );
+        let definition = Definition { guest: "web", xml: Some(&xml), cookie: None };
+        objections(definition, &rules(policy), Arc::new(here)).unwrap().is_empty()
+    };
+    assert!(with_pool("dir", "/srv/isos", "/srv/isos/new", ""));
+    assert!(!with_pool("dir", "/srv/isos", "/srv/isos/below/new", ""));
+    assert!(!with_pool("dir", "/srv/isos", "/srv/isos/.hidden", ""));
+    for home in ["/root", "/home/u", "/tmp", "/etc", "/srv", "/var/lib/libvirt/qemu"] {
+        let path = format!("{home}/new");
+        assert!(!with_pool("dir", home, &path, ""), "{home}");
+        assert!(with_pool("dir", home, &path, "pools = ['more']"), "{home}");
+    }
+    assert!(!with_pool("logical", "/dev/fast", "/dev/fast/web", ""));
+    assert!(with_pool("logical", "/dev/fast", "/dev/fast/web", "pools = ['more']"));
+    assert!(!with_pool("logical", "/dev/mapper", "/dev/sda", "pools = ['more']"));
+    // No log or other file that QEMU writes.
+    let log = with_device("<serial type='file'><source path='/srv/isos/x'/></serial>");
+    assert_eq!(judge(&log, None, "pools = ['*']").len(), 1);
+}
+
+/// The Finish of a guest is judged by what was learned for its Prepare.
+#[test]
+fn host_is_asked_once() {
+    #[derive(Debug)]
+    struct Once(Here, std::sync::atomic::AtomicU32);
+    impl DefinitionFacts for Once {
+        fn libvirt(&self) -> Result<LibvirtResources, String> {
+            let asked = self.1.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            if asked > 0 { Err("it is busy".into()) } else { self.0.libvirt() }
+        }
+        fn resolve(&self, path: &Path) -> Result<Resolved, String> {
+            self.0.resolve(path)
+        }
+        fn image_names(&self, path: &Path) -> Result<ImageNames, String> {
+            self.0.image_names(path)
+        }
+    }
+    let facts = facts::Remembered::new(Arc::new(Once(Here::new(), 0.into())));
+    let judgment = Judgment { rules: rules(""), facts };
+    let cookie = format!("<qemu-migration>{USUAL}</qemu-migration>");
+    for (xml, cookie) in [(Some(USUAL), None), (None, Some(&*cookie))] {
+        let judged = Definition { guest: "web", xml, cookie };
+        assert_eq!(judgment.objections(judged).unwrap(), []);
+    }
+    let many: String = (0..2000)
+        .map(|n| format!("<serial type='file'><source path='/var/log/libvirt/qemu/{n}'/></serial>"))
+        .collect();
+    let found = judge(&with_device(&many), None, "");
+    assert!(found[0].reason.contains("more than 1024 paths"), "{found:?}");
+}
+
 #[test]
 fn socket_of_a_server_is_refused() {
     let xml = with_device(
@@ -462,14 +624,14 @@ fn rule_with_the_fewest_objections_is_told() {
     let xml = with_device("<hostdev/><shmem name='x'/>");
     let definition = Definition { guest: "web", xml: Some(&xml), cookie: None };
     let all = [rules(""), rules("permit = ['/domain/devices/shmem']")].concat();
-    let found = objections(definition, &all, &Here::new()).unwrap();
+    let found = objections(definition, &all, Arc::new(Here::new())).unwrap();
     assert_eq!(found.len(), 1);
     assert_eq!(
         found[0].to_string(),
         "/domain/devices/hostdev: this is not permitted (to permit it: \
          permit = [\"/domain/devices/hostdev\"])"
     );
-    assert_eq!(objections(definition, &[], &Here::new()).unwrap(), [Objection::of_all()]);
+    assert_eq!(objections(definition, &[], Arc::new(Here::new())).unwrap(), [Objection::of_all()]);
 }
 
 #[test]
@@ -499,9 +661,12 @@ fn libvirt_that_does_not_answer_permits_no_emulator() {
         fn resolve(&self, path: &Path) -> Result<Resolved, String> {
             Ok(Resolved { path: PathBuf::from(path), kind: FileKind::File })
         }
+        fn image_names(&self, _: &Path) -> Result<ImageNames, String> {
+            Err("it can't be read".into())
+        }
     }
     let xml = "<domain type='kvm'><devices><emulator>/usr/bin/x</emulator></devices></domain>";
     let definition = Definition { guest: "web", xml: Some(xml), cookie: None };
-    let found = objections(definition, &rules(""), &Silent).unwrap();
+    let found = objections(definition, &rules(""), Arc::new(Silent)).unwrap();
     assert!(found[0].reason.contains("it is down"), "{found:?}");
 }

@@ -16,11 +16,12 @@ mod session;
 mod settle;
 mod shelter;
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
+use uuid::Uuid;
 use vmferry_handover::journal::{JournalError, SessionRecords, Side as JournalSide, record_files};
 use vmferry_handover::{FinishAnswer, FinishEntry, SessionId, SourceFinish};
 use vmferry_libvirt_rpc::{Asking, FinishCall, Guest, MigrateFlags, PrepareCall, SocketUri};
@@ -29,7 +30,7 @@ use vmferry_wire::GuestIdentity;
 
 use crate::access::{self, Exit, SocketOrder};
 use crate::config::is_plain_name;
-use crate::definition::{self, Definition};
+use crate::definition::{self, Definition, Judgment};
 use crate::entrances::{LocalSocket, listen_for_migration};
 use crate::error::ProxyError;
 use crate::event::ProxyEvent;
@@ -104,14 +105,10 @@ pub(crate) fn arrive(
     let session = Session::new(shared, name, session, part, socket);
     let of_gate = Arc::downgrade(&session);
     let (shared, peer, directory) = (Arc::downgrade(shared), peer.clone(), directory.to_owned());
+    let mut prepared: HashMap<Uuid, Judgment> = HashMap::new();
     let admit = move |asking: &Asking<'_>| {
         let Some(shared) = shared.upgrade() else { return Err("the daemon ends".into()) };
-        let Guest { name, uuid } = asking.guest().clone();
-        let identity = GuestIdentity { name, uuid };
-        if let Some(policy) = &shared.config().policy {
-            policy.check_guest(&peer, &identity)?;
-        }
-        judge_definitions(&shared, &peer, &identity, asking)?;
+        judge(&shared, &peer, &mut prepared, asking)?;
         let Asking::Prepare(call) = asking else { return Ok(()) };
         let files = files_of(call, &path)?;
         for file in &files {
@@ -126,24 +123,49 @@ pub(crate) fn arrive(
     session.destination_ends(Box::new(admit)).map_err(local)
 }
 
-/// Demands that this host's policy permits all of the definitions in a call. The one that libvirt
-/// keeps after the guest has ended comes with the Finish.
+/// The most guests of a connection whose Finish is awaited. libvirt opens one for each guest.
+const MAX_JUDGED: usize = 64;
+
+/// Demands that this host's policy permits a guest and its definitions. The one that libvirt keeps
+/// after the guest has ended comes with the Finish. That is judged by the rules and by what was
+/// learned for the Prepare: a migration that is under way does not depend on a policy that was
+/// changed since, nor on a busy host.
 ///
 /// # Errors
 /// What it does not permit, for people.
-fn judge_definitions(
+fn judge(
     shared: &Shared,
     peer: &PeerIdentity,
-    guest: &GuestIdentity,
+    prepared: &mut HashMap<Uuid, Judgment>,
     asking: &Asking<'_>,
 ) -> Result<(), String> {
-    let (xml, cookie) = match asking {
-        Asking::Prepare(call) => (Some(call.xml.as_str()), call.cookie.as_deref()),
-        Asking::Finish { cookie, .. } => (None, Some(*cookie)),
+    let Guest { name, uuid } = asking.guest().clone();
+    let guest = GuestIdentity { name, uuid };
+    let (judgment, xml, cookie) = match asking {
+        Asking::Prepare(call) => {
+            if let Some(policy) = &shared.config().policy {
+                policy.check_guest(peer, &guest)?;
+            }
+            if prepared.len() >= MAX_JUDGED {
+                return Err("too many guests were sent on this connection".into());
+            }
+            let judgment = Judgment::new(shared, peer, &guest)?;
+            (judgment, Some(call.xml.as_str()), call.cookie.as_deref())
+        }
+        Asking::Finish { cookie, .. } => {
+            let judgment = prepared.remove(&uuid);
+            (judgment.ok_or("it was not prepared on this connection")?, None, Some(*cookie))
+        }
     };
     let judged = Definition { guest: &guest.name, xml, cookie };
-    let objections = definition::objections_of(shared, peer, guest, judged)?;
-    definition::refusal(&guest.name, &objections).map_or(Ok(()), Err)
+    let objections = judgment.objections(judged).map_err(|error| vmferry::chain(&error))?;
+    if let Some(refusal) = definition::refusal(&guest.name, &objections) {
+        return Err(refusal);
+    }
+    if xml.is_some() {
+        prepared.insert(uuid, judgment);
+    }
+    Ok(())
 }
 
 fn begin(session: &Weak<Session>, call: &PrepareCall) -> Result<(), String> {

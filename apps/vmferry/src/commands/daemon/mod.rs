@@ -77,7 +77,8 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
     let observer = move |event: ProxyEvent| {
         of_guests.hear(&event);
         of_streams.hear(&event);
-        told.event(&event, || event.to_string());
+        // Peers have chosen some of its words, which must not look like another line.
+        told.event(&event, || event.to_string().replace(char::is_control, " "));
     };
     let proxy = Arc::new(bound.start(Box::new(observer)).map_err(unusable)?);
     beside.helper.adopt().map_err(failed)?;

@@ -90,6 +90,10 @@ impl Host {
             Ask::Resolve(path) => {
                 Said::Resolved(definition::resolve(path).map_err(|error| error.to_string())?)
             }
+            Ask::ImageNames(path) => {
+                let names = definition::image_names(path).map_err(|error| error.to_string());
+                Said::ImageNames(names?)
+            }
             Ask::Keeper => {
                 let keeper = self.keeper.connect().map_err(|error| error.to_string())?;
                 return Ok((done, Some(keeper)));

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 use vmferry::probe::HostFacts;
 use vmferry_handover::GuestIdentity;
-use vmferry_proxy::definition::{LibvirtResources, Resolved};
+use vmferry_proxy::definition::{ImageNames, LibvirtResources, Resolved};
 use vmferry_proxy::{DomainState, Owner, SocketFile, SocketOrder};
 
 /// A request.
@@ -37,6 +37,8 @@ pub enum Ask {
     Resources,
     /// Where a path of a definition leads.
     Resolve(PathBuf),
+    /// The files that an image names.
+    ImageNames(PathBuf),
     /// A connection to the keeper, which is started if there is none.
     Keeper,
 }
@@ -65,6 +67,8 @@ pub enum Said {
     Resources(LibvirtResources),
     /// Where the path leads.
     Resolved(Resolved),
+    /// The names in the image.
+    ImageNames(ImageNames),
     /// It can't be done, with the reason.
     Failed(String),
 }

@@ -19,14 +19,14 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use uuid::Uuid;
 use vmferry::probe::{HostFacts, LibvirtFacts};
 use vmferry_control::descriptors::{self, Receiver};
 use vmferry_handover::{DomainSeen, GuestIdentity};
-use vmferry_proxy::definition::{DefinitionFacts, LibvirtResources, Resolved};
+use vmferry_proxy::definition::{DefinitionFacts, ImageNames, LibvirtResources, Resolved};
 use vmferry_proxy::{
     DomainState, Domains, HostAccess, HostReport, KeeperProgram, Owner, ProxyError, SocketDone,
     SocketOrder,
@@ -39,6 +39,9 @@ use crate::exit::Failure;
 
 /// How long a request may take: longer than `virsh`, which is ended after 40 s.
 const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long an answer about what libvirt offers is used.
+const RESOURCES_STAY: Duration = Duration::from_secs(10);
 
 /// Why the helper has not done something.
 #[derive(Debug, thiserror::Error)]
@@ -61,6 +64,8 @@ pub enum HelperError {
 #[derive(Debug)]
 pub struct Helper {
     socket: Mutex<UnixStream>,
+    /// What libvirt offered a moment ago: peers can have it asked often.
+    resources: Mutex<Option<(Instant, LibvirtResources)>>,
     /// The process, until [`watch`](Self::watch).
     unwatched: Mutex<Option<Child>>,
 }
@@ -75,7 +80,11 @@ impl Helper {
         command.stdin(OwnedFd::from(theirs)).stdout(Stdio::null()).process_group(0);
         let child = command.spawn()?;
         ours.set_write_timeout(Some(TIMEOUT))?;
-        Ok(Self { socket: Mutex::new(ours), unwatched: Mutex::new(Some(child)) })
+        Ok(Self {
+            socket: Mutex::new(ours),
+            resources: Mutex::default(),
+            unwatched: Mutex::new(Some(child)),
+        })
     }
 
     /// Calls `ended` when the process has ended, from a thread.
@@ -177,8 +186,26 @@ impl Domains for Helper {
 
 impl DefinitionFacts for Helper {
     fn libvirt(&self) -> Result<LibvirtResources, String> {
+        // Others that want to know it meanwhile wait for this answer.
+        let mut known = self.resources.lock();
+        if let Some((at, resources)) = &*known
+            && at.elapsed() < RESOURCES_STAY
+        {
+            return Ok(resources.clone());
+        }
         match self.ask(&Ask::Resources) {
-            Ok((Said::Resources(resources), _)) => Ok(resources),
+            Ok((Said::Resources(resources), _)) => {
+                *known = Some((Instant::now(), resources.clone()));
+                Ok(resources)
+            }
+            Ok(_) => Err(vmferry::chain(&HelperError::OtherAnswer)),
+            Err(error) => Err(vmferry::chain(&error)),
+        }
+    }
+
+    fn image_names(&self, path: &Path) -> Result<ImageNames, String> {
+        match self.ask(&Ask::ImageNames(path.to_owned())) {
+            Ok((Said::ImageNames(names), _)) => Ok(names),
             Ok(_) => Err(vmferry::chain(&HelperError::OtherAnswer)),
             Err(error) => Err(vmferry::chain(&error)),
         }
