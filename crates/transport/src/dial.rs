@@ -204,8 +204,10 @@ impl Dialer {
         } else {
             self.known_addresses.iter().map(|ip| SocketAddr::new(*ip, port)).collect()
         };
-        for address in addresses {
-            let left = deadline.saturating_duration_since(Instant::now());
+        let count = addresses.len() as u32;
+        for (number, address) in (0..).zip(addresses) {
+            // An address that does not answer must not use up the time of the others.
+            let left = deadline.saturating_duration_since(Instant::now()) / (count - number);
             if left.is_zero() {
                 break;
             }
@@ -273,6 +275,27 @@ mod tests {
 
     fn looked_up(text: &str) -> Vec<IpAddr> {
         text.parse::<Address>().unwrap().look_up().unwrap()
+    }
+
+    /// The first address drops everything, as a broken path of one of two networks does.
+    #[test]
+    fn address_that_does_not_answer_leaves_time_for_the_next() {
+        use socket2::{Domain, Socket, Type};
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        // With its queue full, the kernel answers no further connection.
+        let silent = SocketAddr::from(([127, 0, 0, 2], port));
+        let full = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+        full.bind(&silent.into()).unwrap();
+        full.listen(0).unwrap();
+        let _queued = TcpStream::connect(silent).unwrap();
+        let mut dialer = Dialer::new(format!("tcp:127.0.0.1:{port}").parse().unwrap(), None);
+        dialer.connect_timeout = Duration::from_secs(2);
+        dialer.known_addresses = vec![silent.ip(), "127.0.0.1".parse().unwrap()];
+        dialer.tcp("127.0.0.1", port, "both").unwrap();
+        dialer.known_addresses.truncate(1);
+        let alone = dialer.tcp("127.0.0.1", port, "the silent one").unwrap_err();
+        assert!(alone.to_string().contains("the silent one"), "{alone}");
     }
 
     #[test]

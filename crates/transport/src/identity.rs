@@ -179,6 +179,12 @@ impl TlsIdentity {
     }
 }
 
+/// Whether a certificate was refused because of its version. rustls passes the reason on as that of
+/// webpki, which has no public type.
+fn is_of_version_1(error: &rustls::Error) -> bool {
+    error.to_string().contains("UnsupportedCertVersion")
+}
+
 fn configurations(
     contents: &Contents,
     files: &IdentityFiles,
@@ -190,10 +196,14 @@ fn configurations(
     let _ = provider.secure_random.fill(&mut [0]);
     let versions = [&rustls::version::TLS13];
     let unusable = |error: rustls::Error| {
-        IdentityFiles::problem(
-            &files.certificate,
-            format!("does not fit the key {}: {error}", files.key.display()),
-        )
+        let text = if is_of_version_1(&error) {
+            "is an X.509 certificate of version 1, which has no names that a peer could check: issue \
+             one of version 3, for `openssl x509 -req` with `-extfile` and a subjectAltName"
+                .to_owned()
+        } else {
+            format!("does not fit the key {}: {error}", files.key.display())
+        };
+        IdentityFiles::problem(&files.certificate, text)
     };
     let bad_trust = |error: rustls::server::VerifierBuilderError| files.bad_trust(&error);
 

@@ -48,6 +48,15 @@ fn read_up_to(file: File, bytes: u64) -> io::Result<Zeroizing<Vec<u8>>> {
     Ok(content)
 }
 
+/// Whether a PEM file has a private key that is encrypted: one of PKCS#8, or with OpenSSL's older
+/// header.
+pub fn is_encrypted(pem: &[u8]) -> bool {
+    let mut lines = pem.split(|byte| *byte == b'\n').map(<[u8]>::trim_ascii);
+    lines.any(|line| {
+        line == b"-----BEGIN ENCRYPTED PRIVATE KEY-----" || line == b"Proc-Type: 4,ENCRYPTED"
+    })
+}
+
 /// The first private key in a PEM file (PKCS#8, PKCS#1 or SEC 1), if any.
 pub fn from_pem(pem: &[u8]) -> Option<SecretKey> {
     let mut lines = pem.split(|byte| *byte == b'\n').map(<[u8]>::trim_ascii);

@@ -9,12 +9,18 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
-use socket2::SockRef;
+use socket2::{SockRef, TcpKeepalive};
 
 /// Limit of unsent bytes in a TCP socket. With more, the bytes would leave the caches before they
 /// are sent. It does not limit the bytes in flight, so a long link is still filled. Measured with
 /// `vmferry-bench socket`.
 const UNSENT_BYTES: u32 = 256 << 10;
+
+/// How long nothing may arrive before the kernel asks whether the peer is there, and how often it
+/// asks. A channel on which nothing is sent would otherwise never notice that a firewall has
+/// forgotten it, and a lane on which a guest requests pages is idle for as long as it needs none.
+/// Without an answer the channel is lost after 20 s.
+const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(5), Duration::from_secs(3), 5);
 
 /// A TCP or Unix stream. Reading and writing need only a shared reference.
 #[derive(Debug)]
@@ -26,15 +32,19 @@ pub enum Stream {
 }
 
 impl Stream {
-    /// A connected TCP stream, configured for frames: blocking, without Nagle's algorithm, and with
-    /// a limit of unsent bytes.
+    /// A connected TCP stream, configured for frames: blocking, without Nagle's algorithm, with a
+    /// limit of unsent bytes, and with keepalive.
     ///
     /// # Errors
     /// The operating system's error.
     pub fn of_tcp(stream: TcpStream) -> io::Result<Self> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
-        SockRef::from(&stream).set_tcp_notsent_lowat(UNSENT_BYTES)?;
+        let socket = SockRef::from(&stream);
+        socket.set_tcp_notsent_lowat(UNSENT_BYTES)?;
+        let (time, interval, retries) = KEEPALIVE;
+        let keepalive = TcpKeepalive::new().with_time(time).with_interval(interval);
+        socket.set_tcp_keepalive(&keepalive.with_retries(retries))?;
         Ok(Self::Tcp(stream))
     }
 

@@ -14,20 +14,34 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     })
 }
 
-/// The units of network rates, in bits. They are decimal.
-const BIT_UNITS: [(&str, f64); 4] = [("Gbit", 1e9), ("Mbit", 1e6), ("kbit", 1e3), ("bit", 1.0)];
+/// The units of network rates, in bits, in lower case. They are decimal.
+const BIT_UNITS: [(&str, f64); 8] = [
+    ("gbit", 1e9),
+    ("mbit", 1e6),
+    ("kbit", 1e3),
+    ("bit", 1.0),
+    ("gbps", 1e9),
+    ("mbps", 1e6),
+    ("kbps", 1e3),
+    ("bps", 1.0),
+];
 
-/// A rate in bytes per second: a size with or without `/s`, or bits: `1Gbit/s`, `350Mbit`.
+/// A rate in bytes per second: a size with or without `/s`, or bits in either case: `1Gbit/s`,
+/// `350mbit`, `350Mbps`. A capital B in `Bps` stands for bytes.
 pub fn parse_rate(text: &str) -> Result<u64, String> {
     let wrong = || {
         format!(
             "`{text}` is not a rate: use bytes per second such as 100M, 350MiB/s or 350MB/s, or \
-             bits such as 1Gbit/s"
+             bits such as 1Gbit/s or 1Gbps"
         )
     };
     let amount = text.strip_suffix("/s").unwrap_or(text);
+    if let Some(bytes) = amount.strip_suffix("Bps") {
+        return parse_bytes(&format!("{bytes}B")).map_err(|_| wrong());
+    }
+    let lower = amount.to_ascii_lowercase();
     for (unit, bits) in BIT_UNITS {
-        if let Some(number) = amount.strip_suffix(unit) {
+        if let Some(number) = lower.strip_suffix(unit) {
             let number: f64 = number.trim().parse().map_err(|_| wrong())?;
             let bytes = number * bits / 8.0;
             return if bytes.is_finite() && bytes >= 0.0 { Ok(bytes as u64) } else { Err(wrong()) };
@@ -81,6 +95,10 @@ mod tests {
         assert_eq!(parse_rate("1Gbit/s"), Ok(125_000_000));
         assert_eq!(parse_rate("2.5Gbit"), Ok(312_500_000));
         assert_eq!(parse_rate("800 kbit/s"), Ok(100_000));
+        for hundred_mbit in ["100mbit", "100Mbps", "100mbps", "100MBIT/s", "12.5MB/s", "12.5MBps"] {
+            assert_eq!(parse_rate(hundred_mbit), Ok(12_500_000), "{hundred_mbit}");
+        }
+        assert_eq!(parse_rate("8bps"), Ok(1));
         for wrong in ["fast", "Gbit/s", "-1Gbit/s", "1Gbit/h", "nanbit/s", ""] {
             assert!(parse_rate(wrong).unwrap_err().contains("1Gbit/s"), "{wrong}");
         }

@@ -11,7 +11,8 @@ use crate::support::{Host, World, text};
 struct Unit {
     name: &'static str,
     /// The receiver's comes from the network, users and `/dev/kvm`; the daemon's from root with
-    /// three capabilities, the network and libvirt's socket.
+    /// three capabilities, the network and libvirt's socket, and because its helper must see the
+    /// same files as libvirt.
     max_exposure: &'static str,
     capabilities: &'static str,
 }
@@ -20,7 +21,7 @@ const UNITS: [Unit; 2] = [
     Unit { name: "vmferry-receive", max_exposure: "20", capabilities: "CapabilityBoundingSet=\n" },
     Unit {
         name: "vmferry-daemon",
-        max_exposure: "25",
+        max_exposure: "26",
         capabilities: "CapabilityBoundingSet=CAP_CHOWN CAP_DAC_OVERRIDE CAP_FOWNER\n",
     },
 ];

@@ -226,3 +226,21 @@ fn guest_that_lacks_pages_is_not_sent_on() {
     moving.send.finish_by_ref().exited(0);
     moving.arrives();
 }
+
+/// A receiver that dies after it has noted that no page is missing, and before it says so to QEMU.
+/// Threads that touch a page which was never populated would wait forever.
+#[test]
+fn registration_that_a_killed_receiver_has_left_is_ended() {
+    let mut moving = Move::until_it_fetches(on_kvm(Version::V10_0), &[]);
+    moving.receiving.kill();
+    let pid = moving.there.child.id();
+    assert!(lacks_pages(pid));
+    let session = moving.send.event("serving")["run"].clone();
+    let session = serde_json::from_value(session).unwrap();
+    let journals = moving.scene.b.runtime.join("journal");
+    vmferry::destination::record_fetched(&journals, session).unwrap();
+    let mut next = moving.receive_again();
+    next.event("found");
+    assert!(!lacks_pages(pid), "nothing is registered any more");
+    moving.send.kill();
+}

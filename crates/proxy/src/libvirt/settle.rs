@@ -6,6 +6,7 @@
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
+use std::sync::mpsc::{TryRecvError, channel};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,9 @@ use crate::records::{Answer, Opening, PROXY_VERSION, Target};
 
 /// How often the other daemon is asked.
 pub(super) const ASK_PERIOD: Duration = Duration::from_millis(500);
+
+/// How late an answer of another thread may be noticed.
+const SLICE: Duration = Duration::from_millis(20);
 
 /// The longest pause between two questions whose answer no libvirt waits for.
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
@@ -141,10 +145,15 @@ impl Unanswered {
             let stepped = match decided {
                 Some(word) => self.ledger.operator(word),
                 None if Instant::now() < next_question => continue,
-                None => match ask(&shared, &self.peer, self.session) {
-                    Some(answer) => self.ledger.hear(answer),
-                    None => Ok(SourceAction::Ask),
-                },
+                None => {
+                    let (of, peer, session) =
+                        (Arc::clone(&shared), self.peer.clone(), self.session);
+                    let asking = move || ask(&of, &peer, session);
+                    match attend_during(&mut self.socket, &mut is_open, heard, asking) {
+                        Some(answer) => self.ledger.hear(answer),
+                        None => Ok(SourceAction::Ask),
+                    }
+                }
             };
             // While libvirt waits, its guest does.
             if !is_open {
@@ -199,6 +208,31 @@ pub(super) fn attend(socket: &mut UnixStream, heard: &mut Heard, period: Duratio
             }
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(_) => return false,
+        }
+    }
+}
+
+/// Answers libvirt while another thread works. libvirt resumes its guest after 30 s without an
+/// answer, and the lookup of a name alone can take longer. Sets `is_open` to whether the connection
+/// is still open. `None` if there is no thread.
+fn attend_during<T: Send + 'static>(
+    socket: &mut Option<UnixStream>,
+    is_open: &mut bool,
+    heard: &mut Heard,
+    work: impl FnOnce() -> Option<T> + Send + 'static,
+) -> Option<T> {
+    let (tell, told) = channel();
+    let spawned = std::thread::Builder::new().name("word".into()).spawn(move || {
+        // The other end waits for it.
+        let _ = tell.send(work());
+    });
+    spawned.ok()?;
+    loop {
+        match (socket.as_mut().filter(|_| *is_open), told.try_recv()) {
+            (_, Ok(done)) => return done,
+            (_, Err(TryRecvError::Disconnected)) => return None,
+            (Some(socket), Err(TryRecvError::Empty)) => *is_open = attend(socket, heard, SLICE),
+            (None, Err(TryRecvError::Empty)) => return told.recv().ok()?,
         }
     }
 }
@@ -302,5 +336,24 @@ mod tests {
             assert_eq!(answers, expected);
         }
         assert_eq!(Heard::default().answer(b"GET / HTTP/1.1\r\nHost: of a program\r\n"), None);
+    }
+    /// Such as the lookup of the other host's name behind a network that is cut.
+    #[test]
+    fn libvirt_is_answered_while_the_other_host_is_asked() {
+        let (mut libvirt, ours) = UnixStream::pair().unwrap();
+        let (done, is_done) = channel();
+        let answered = std::thread::spawn(move || {
+            let mut heard = Heard::default();
+            let (mut socket, mut is_open) = (Some(ours), true);
+            attend_during(&mut socket, &mut is_open, &mut heard, move || is_done.recv().ok())
+        });
+        for _ in 0..3 {
+            libvirt.write_all(&packet(KEEPALIVE_PROGRAM, 1, 2, 0)).unwrap();
+            let mut pong = [0; 28];
+            libvirt.read_exact(&mut pong).unwrap();
+            assert_eq!(pong[..], packet(KEEPALIVE_PROGRAM, 2, 2, 0));
+        }
+        done.send(7).unwrap();
+        assert_eq!(answered.join().unwrap(), Some(7));
     }
 }

@@ -67,6 +67,23 @@ impl Arrived {
             _lock: lock,
         })
     }
+
+    /// Ends the registration of a guest that has every page by its journal: its receiver has died
+    /// before it could do that. Threads that wait for a page which was never populated go on. Needs
+    /// the rights of [`take_over`](Self::take_over). Does nothing if nothing was left.
+    ///
+    /// # Errors
+    /// QEMU's userfaultfd is out of reach, and the threads wait on.
+    pub fn end_registration(&self) -> Result<(), QemuError> {
+        let pid = self.pid();
+        if self.memory.is_empty() || !process::lacks_pages(pid)? {
+            return Ok(());
+        }
+        let _lock = Lock::take_within(pid, DEATH_TIMEOUT)?;
+        let ended = adopt(pid, &self.memory)?.unregister();
+        ended.map_err(|error| QemuError::Inject { pid, why: vmferry::chain(&error) })?;
+        inject::close_leftovers(pid)
+    }
 }
 
 /// Maps the blocks at these addresses of a QEMU.

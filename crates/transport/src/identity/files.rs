@@ -145,8 +145,19 @@ impl IdentityFiles {
             return Err(Self::problem(path, text));
         }
         let pem = secret::read(file, MAX_FILE_BYTES).map_err(|error| unreadable(path, &error))?;
-        secret::from_pem(&pem)
-            .ok_or_else(|| Self::problem(path, "holds no private key in PEM form".into()))
+        secret::from_pem(&pem).ok_or_else(|| {
+            let text = if secret::is_encrypted(&pem) {
+                format!(
+                    "holds a private key that is encrypted with a password, and nobody is there to \
+                     enter it: write the plain key into another file, with \
+                     `(umask 077; openssl pkey -in {0} -out {0}.plain)`, and use that one",
+                    path.display()
+                )
+            } else {
+                "holds no private key in PEM form".into()
+            };
+            Self::problem(path, text)
+        })
     }
 
     /// The error for an authority or a list that cannot be used.

@@ -2,6 +2,7 @@
 
 use std::io::Read;
 use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
 use std::sync::Arc;
 
 use rustls::pki_types::pem::PemObject;
@@ -146,7 +147,6 @@ fn client_without_certificate_is_refused() {
 
 #[test]
 fn files_are_checked_and_never_overwritten() {
-    use std::os::unix::fs::PermissionsExt;
     let pki = Pki::new();
     pki.local("a");
     let host = pki.directory.path().join("a");
@@ -168,6 +168,16 @@ fn files_are_checked_and_never_overwritten() {
     let strange = other.directory.path().join("a/host.pem");
     let error = TlsIdentity::load(&host.join("ca.pem"), &strange, &key).unwrap_err().to_string();
     assert!(error.contains("does not fit the key"), "{error}");
+    let plain = std::fs::read(&key).unwrap();
+    for (kind, header) in
+        [("ENCRYPTED PRIVATE KEY", ""), ("RSA PRIVATE KEY", "Proc-Type: 4,ENCRYPTED\n")]
+    {
+        let text = format!("-----BEGIN {kind}-----\n{header}AAECAw==\n-----END {kind}-----\n");
+        std::fs::write(&key, text).unwrap();
+        let error = load(&host).unwrap_err().to_string();
+        assert!(error.contains("openssl pkey -in"), "{error}");
+    }
+    std::fs::write(&key, plain).unwrap();
     std::fs::write(host.join("host.pem"), "garbage").unwrap();
     let error = load(&host).unwrap_err().to_string();
     assert!(error.contains("host.pem: holds no certificate"), "{error}");
@@ -194,4 +204,21 @@ fn issue_refuses_invalid_requests() {
         assert!(error.contains(expected), "{error}");
         assert!(!out.exists(), "no file may remain");
     }
+}
+
+/// Made by `openssl x509 -req` without extensions.
+#[test]
+fn certificate_of_version_1_is_named_as_such() {
+    let directory = tempfile::tempdir().unwrap();
+    for (name, text) in [
+        ("ca.pem", include_str!("version-1/ca.pem")),
+        ("host.pem", include_str!("version-1/host.pem")),
+        ("host.key", include_str!("version-1/host.key")),
+    ] {
+        std::fs::write(directory.path().join(name), text).unwrap();
+    }
+    let key = directory.path().join("host.key");
+    std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let error = load(directory.path()).unwrap_err().to_string();
+    assert!(error.contains("X.509 certificate of version 1"), "{error}");
 }

@@ -64,6 +64,22 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found
         };
         return Ok(Found { left, kept: Vec::new() });
     }
+    // QEMU may be waiting for a page too, so this comes before it is asked for anything.
+    for one in &all {
+        if recovered_word(&journals, one.session()).is_ok_and(|word| word == SessionWord::Owns)
+            && let Err(error) = one.end_registration()
+        {
+            // Not fatal: a source in doubt must be answered in any case.
+            let (pid, reason) = (one.pid(), vmferry::chain(&error));
+            let event = json!({ "event": "still-registered", "pid": pid, "reason": reason });
+            output.event(&event, || {
+                format!(
+                    "QEMU process {pid} has all its pages, but threads of its guest may wait: \
+                     {reason}"
+                )
+            });
+        }
+    }
     if let Some(qmp) = qmp
         && !all.is_empty()
     {

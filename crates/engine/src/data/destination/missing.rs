@@ -304,6 +304,14 @@ impl MissingPages {
         Ok(())
     }
 
+    /// Whether the registration can end: no page is missing, or the guest can't run here any more
+    /// because its state was not loaded.
+    #[must_use]
+    pub fn is_needless(&self) -> bool {
+        let state = self.state.lock();
+        state.phase != Phase::Loaded || state.set.left() == 0
+    }
+
     /// Ends the registration. Every page must be there, or the guest is discarded.
     ///
     /// # Errors

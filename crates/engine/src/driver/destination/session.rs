@@ -383,7 +383,9 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             Action::UseOffer { link, offer } => self.use_offer(link, offer),
             Action::Discard => {
                 self.end_lanes();
-                self.fetch_lanes = None;
+                if let Some(lanes) = self.fetch_lanes.take().as_ref().and_then(LateLanes::pages) {
+                    lanes.discard();
+                }
                 self.target = None;
                 self.is_loaded = false;
                 self.vm.discard();

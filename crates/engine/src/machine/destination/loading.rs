@@ -85,15 +85,22 @@ impl Placing {
                 Some(pages) if missing.count() == 0 => pages,
                 _ => missing.count(),
             };
+            // A page that the VMM touches from then on is hashed when it arrives, so the sum comes first.
+            common.act(Action::SumDigest);
             common.act(Action::FetchMissing { missing });
+        } else {
+            common.act(Action::SumDigest);
         }
-        common.act(Action::SumDigest);
         Phase::Summing(Summing { session: self.session, last: self.last })
     }
 }
 
 impl Summing {
     pub(super) fn on_digest(self, common: &mut Common, now: Duration, placed: u64) -> Phase {
+        if common.failure.is_some() {
+            // The session is being aborted: its pages could not be fetched, for example.
+            return Phase::Summing(self);
+        }
         let sent = self.last.digest;
         if placed != sent {
             let error = MigrateError::DigestMismatch { sent, placed };

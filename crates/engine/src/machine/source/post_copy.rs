@@ -59,6 +59,8 @@ pub(super) struct FetchLink {
     pub(super) attempts: u64,
     /// Since when it has been lost.
     pub(super) lost: Option<Duration>,
+    /// When it was last reestablished.
+    pub(super) rejoined: Option<Duration>,
 }
 
 /// The previous harvest.

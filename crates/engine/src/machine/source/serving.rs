@@ -18,6 +18,9 @@ use crate::causes::chain;
 use crate::error::MigrateError;
 use crate::link::channel_name;
 
+/// A channel that lived for less is not replaced at once.
+const SHORT: Duration = Duration::from_secs(1);
+
 impl Common {
     /// Reports a failure once, until another one follows.
     pub(super) fn report_serving_failure(&mut self, error: &MigrateError) {
@@ -82,6 +85,7 @@ impl Phase {
             return self;
         }
         link.lost = Some(now);
+        let rejoined = link.rejoined;
         if common.kind != SessionKind::PostCopy {
             return self;
         }
@@ -98,7 +102,9 @@ impl Phase {
                 common.report(Report::LinkLost { channel, reason });
                 // Before this side serves pages, `begin_serving` redials it.
                 if common.handover == SourceState::Serving {
-                    common.redial_fetch_lane(lane, Duration::ZERO);
+                    // A destination that closes each channel at once must not keep this side busy.
+                    let is_short = rejoined.is_some_and(|at| now.saturating_sub(at) < SHORT);
+                    common.redial_fetch_lane(lane, if is_short { RETRY } else { Duration::ZERO });
                 }
                 self
             }
@@ -118,7 +124,11 @@ impl Phase {
         lane: u8,
     ) -> Self {
         let index = usize::from(lane.saturating_sub(common.config.channels.get()));
-        let lost = common.post_copy.lanes.get_mut(index).and_then(|link| link.lost.take());
+        let link = common.post_copy.lanes.get_mut(index);
+        let lost = link.and_then(|link| {
+            link.rejoined = Some(now);
+            link.lost.take()
+        });
         if let Some(since) = lost {
             common.stats.reconnections += 1;
             let after_ms = ms(now.saturating_sub(since));

@@ -148,3 +148,16 @@ fn finish_whose_record_failed_never_ran() {
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
 }
+
+#[test]
+fn host_with_a_renewed_certificate_is_the_same() {
+    let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>();
+    let peer = |of: &[&str]| PeerIdentity {
+        names: names(of),
+        ..PeerIdentity::anonymous("192.0.2.1:1".into())
+    };
+    let before = names(&["spiffe://vmferry/host/a", "192.0.2.1"]);
+    assert!(is_host(&before, &peer(&["spiffe://vmferry/host/a", "192.0.2.1", "2001:db8::1"])));
+    assert!(!is_host(&before, &peer(&["spiffe://vmferry/host/b", "192.0.2.1"])));
+    assert!(!is_host(&before, &peer(&[])));
+}

@@ -162,7 +162,7 @@ impl FetchLanes {
         cpu: CpuMeter,
     ) -> Result<(), MigrateError> {
         let context = FetchContext { missing: Arc::new(missing), results, cpu };
-        // From here on dropping this ends the registration.
+        // From here on dropping this ends the registration, if nothing needs it any more.
         self.context = Some(context.clone());
         {
             let mut lanes = self.lanes.lock();
@@ -203,6 +203,14 @@ impl FetchLanes {
         requesters.iter().for_each(|requester| requester.begin_background());
         if context.missing.left() == 0 {
             let _ = context.results.send(Input::Fetched);
+        }
+    }
+
+    /// The guest is discarded, and threads that wait for a page of its memory go on.
+    pub fn discard(&self) {
+        if let Some(context) = &self.context {
+            // Fails only for memory that was unmapped meanwhile.
+            let _ = context.missing.finish();
         }
     }
 
@@ -249,7 +257,11 @@ impl Drop for FetchLanes {
         drop(self.handlers.take());
         let ended = std::mem::take(&mut self.lanes.lock().all);
         drop(ended);
-        if let Some(context) = &self.context {
+        // A guest that may have been promised to run keeps waiting for what is missing. The next
+        // process needs the registration, and without it the pages would read as zeros.
+        if let Some(context) = &self.context
+            && context.missing.is_needless()
+        {
             // Fails only for memory that was unmapped meanwhile.
             let _ = context.missing.finish();
         }

@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use vmferry_codec::{Choice, Compressors, EncodedFrame, HotPages, PageHashes};
-use vmferry_faults::FaultRanges;
+use vmferry_faults::{FaultRange, FaultRanges};
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, PageRun, PageSet, SlotId, SlotLayout};
 use vmferry_transport::{Address, Channel, Dialer, Listener, RateLimiter};
 use vmferry_wire::FetchLanes as Announced;
@@ -375,4 +375,54 @@ fn error_of_request(scene: &Scene, page: u64) -> String {
         SourceInput::Failed(error) => error.to_string(),
         other => panic!("{other:?}"),
     }
+}
+
+/// The descriptors of a VMM in a process of its own, which outlives this one's.
+fn kept_by_the_vmm(missing: &MissingPages) -> FaultRanges {
+    let ranges = missing.ranges().ranges().iter().map(|range| FaultRange {
+        slot: range.slot,
+        first_page: range.first_page,
+        addresses: range.addresses.clone(),
+        share: range.share,
+        descriptor: range.descriptor.try_clone().unwrap(),
+    });
+    FaultRanges::of(ranges.collect()).unwrap()
+}
+
+/// The first byte of a missing page, as a thread reads it while a page of sevens is placed if the
+/// thread waits.
+fn read_after_drop(scene: Scene) -> u8 {
+    let (kept, memory) = (kept_by_the_vmm(scene.missing()), scene.memory.clone());
+    drop(scene);
+    let reader = std::thread::spawn(move || {
+        let mut byte = [0xff];
+        memory.read_at(0, &mut byte).unwrap();
+        byte[0]
+    });
+    let mut faults = Vec::new();
+    while faults.is_empty() && !reader.is_finished() {
+        kept.ranges()[0].descriptor.read_faults(&mut faults).unwrap();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // Fails where no registration is left.
+    let _ = kept.place(page_run(0), &[7; PAGE_SIZE], vmferry_faults::Wake::Now);
+    reader.join().unwrap()
+}
+
+/// As when the promise to run the guest may be on disk, and the next process has to find out.
+#[test]
+fn pages_of_a_guest_that_may_run_never_read_as_zeros() {
+    assert_eq!(read_after_drop(Scene::new(MemoryKind::Memfd)), 7);
+}
+
+#[test]
+fn guest_whose_state_was_not_loaded_waits_for_nothing() {
+    assert_eq!(read_after_drop(Scene::loading(MemoryKind::Memfd)), 0);
+}
+
+#[test]
+fn discarded_guest_waits_for_nothing() {
+    let scene = Scene::new(MemoryKind::Memfd);
+    scene.lanes.discard();
+    assert_eq!(read_after_drop(scene), 0);
 }

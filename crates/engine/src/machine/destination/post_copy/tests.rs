@@ -50,8 +50,8 @@ fn fetching() -> Destination {
     let [
         Action::FreeOutdated { runs },
         Action::FreeOutdated { .. },
-        Action::FetchMissing { missing },
         Action::SumDigest,
+        Action::FetchMissing { missing },
     ] = &did(&mut destination)[..]
     else {
         panic!("{destination:?}")
@@ -232,7 +232,7 @@ fn withdrawal_frees_pages_again_and_forgets_none() {
     assert_phase!(destination, Receiving);
     heard(&mut destination, lacking(0, &[0b101]));
     heard(&mut destination, final_of(SessionKind::PostCopy));
-    let [Action::FreeOutdated { .. }, Action::FreeOutdated { runs }, fetch, ..] =
+    let [Action::FreeOutdated { .. }, Action::FreeOutdated { runs }, _, fetch] =
         &did(&mut destination)[..]
     else {
         panic!("{destination:?}")

@@ -205,6 +205,25 @@ fn fetch_lane_is_redialed_however_often_that_fails() {
     assert_phase!(source, Serving);
 }
 
+/// A destination could otherwise keep both hosts busy with handshakes.
+#[test]
+fn fetch_lane_that_is_lost_at_once_again_is_redialed_after_a_pause() {
+    let mut source = serving();
+    let delays = [0, 10, 5_000].map(|ms| {
+        let now = Duration::from_millis(ms);
+        let attempt = source.common.post_copy.lanes[0].attempts;
+        source.handle(now, lane_lost(FETCH, attempt));
+        let dialed = did(&mut source);
+        let [Action::RejoinLane { lane: FETCH, delay, .. }] = dialed[..] else {
+            panic!("{dialed:?}")
+        };
+        source.handle(now, Input::LaneRejoined { lane: FETCH, placed: 0 });
+        let _ = did(&mut source);
+        delay
+    });
+    assert_eq!(delays, [Duration::ZERO, super::super::reconnect::RETRY, Duration::ZERO]);
+}
+
 #[test]
 fn fetch_lane_that_was_lost_during_the_handover_is_redialed() {
     let mut source = final_sent();
