@@ -1,21 +1,22 @@
 //! `storage`: what it costs to compare the disks of both hosts while the guest is paused.
 //!
 //! The bare-metal guest has a disk on a loop device, and the destination another loop device on the
-//! same file: two hosts with shared storage whose name tells nothing. Both read 64 blocks of 16 KiB,
-//! which are 256 pages. The other way is the same migration with `--disks-differ`, which compares nothing.
+//! same file: two hosts with shared storage whose name tells nothing. Both read 64 blocks of
+//! 16 KiB, which are 256 pages. The other way is the same migration with `--disks-differ`, which
+//! compares nothing.
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::path::Path;
+use std::process::Stdio;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use serde::Serialize;
 use serde_json::Value;
-use vmferry_qemu_lab::{Backend, Machine, Version};
+use vmferry_qemu_lab::{Backend, LoopDevice, Machine, Version};
 
 use crate::qemus::Lab;
 use crate::results::{Results, least, median, most, row};
@@ -50,7 +51,7 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     let lab = Lab::new()?;
     let image = lab.world.path("image");
     fill(&image)?;
-    let devices = [Loop::of(&image)?, Loop::of(&image)?];
+    let devices = [LoopDevice::of(&image)?, LoopDevice::of(&image)?];
     let mut samples: BTreeMap<Way, Vec<Sample>> = BTreeMap::new();
     for run in 1..=runs {
         for way in [Way::Compared, Way::NotCompared] {
@@ -68,7 +69,7 @@ pub fn run(quick: bool) -> anyhow::Result<Results> {
     let ratio = downtime(Way::Compared) / downtime(Way::NotCompared);
     let yardsticks = BTreeMap::from([(
         "64 reads of 16 KiB, one after the other, in ms".to_owned(),
-        one_by_one(&devices[0].0)?,
+        one_by_one(devices[0].path())?,
     )]);
     let ratios = BTreeMap::from([("downtime_compared".to_owned(), ratio)]);
     Ok(Results::new("storage", rows, yardsticks, ratios))
@@ -105,7 +106,7 @@ impl StorageRow {
 }
 
 /// Migrates a guest with a disk from one loop device to the other.
-fn migrate(lab: &Lab, devices: &[Loop; 2], way: Way) -> anyhow::Result<Sample> {
+fn migrate(lab: &Lab, devices: &[LoopDevice; 2], way: Way) -> anyhow::Result<Sample> {
     let machine = |device: &Path| {
         let file = format!(
             "driver=host_device,node-name=file,filename={},cache.direct=on",
@@ -116,9 +117,9 @@ fn migrate(lab: &Lab, devices: &[Loop; 2], way: Way) -> anyhow::Result<Sample> {
         let machine = machine.with(&disk).with(&["-device", "virtio-blk-pci,drive=d,id=disk"]);
         Machine { backend: Backend::File, ..machine }
     };
-    let mut here = machine(&devices[0].0).start(&lab.world, "here");
+    let mut here = machine(devices[0].path()).start(&lab.world, "here");
     here.check_guest();
-    let there = machine(&devices[1].0).incoming(&lab.world, "there");
+    let there = machine(devices[1].path()).incoming(&lab.world, "there");
     let mut receive = lab.command();
     receive.args(["--json", "receive", "--once", "--listen", "127.0.0.1:0", "--qemu"]);
     receive.arg(&there.qmp).arg("--tls").arg(&lab.tls);
@@ -180,21 +181,4 @@ fn one_by_one(device: &Path) -> anyhow::Result<f64> {
         file.read_exact_at(&mut bytes[start..][..BLOCK], offset)?;
     }
     Ok(begun.elapsed().as_secs_f64() * 1e3)
-}
-
-/// A loop device. Released on drop.
-struct Loop(PathBuf);
-
-impl Loop {
-    fn of(image: &Path) -> anyhow::Result<Self> {
-        let made = Command::new("losetup").args(["--find", "--show"]).arg(image).output()?;
-        ensure!(made.status.success(), "losetup: {}", String::from_utf8_lossy(&made.stderr));
-        Ok(Self(String::from_utf8(made.stdout)?.trim().into()))
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
-    }
 }

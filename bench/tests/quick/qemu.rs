@@ -1,5 +1,5 @@
-//! The benchmarks of QEMU guests: `qemu`, `storage`, `carried` and `post-copy`. They need the `vmferry`
-//! command in the directory of the benchmark, where the workspace's tests build it.
+//! The benchmarks of QEMU guests: `qemu`, `storage`, `carried` and `post-copy`. They need the
+//! `vmferry` command in the directory of the benchmark, where the workspace's tests build it.
 
 use serde_json::Value;
 

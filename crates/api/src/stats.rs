@@ -126,8 +126,8 @@ statistics! {
         pub harvest_ms: f64,
         /// Saving the vCPU and device state while the last round was being sent.
         pub save_ms: f64,
-        /// What reading a sample of the guest's storage took beyond that, for a destination that does
-        /// not know whether its storage is the same.
+        /// Time beyond that for reading a sample of the guest's storage, for a destination that
+        /// does not know whether its storage is the same.
         pub storage_ms: f64,
         /// From the last harvest until pages, state and digest were all sent.
         pub send_ms: f64,
@@ -257,8 +257,8 @@ statistics! {
         pub received_bytes: u64,
         /// Duration of loading the vCPU and device state, in milliseconds.
         pub load_ms: f64,
-        /// What comparing a sample of the guest's storage took beyond that, in milliseconds; 0 if none
-        /// was needed.
+        /// Time beyond that for comparing a sample of the guest's storage, in milliseconds; 0 if
+        /// none was needed.
         pub storage_ms: f64,
         /// From COMMIT to the guest's first instruction, including the journal, in milliseconds.
         pub start_ms: f64,

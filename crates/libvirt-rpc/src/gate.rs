@@ -23,8 +23,9 @@ pub type Admit = Box<dyn FnMut(&Asking<'_>) -> Result<(), String> + Send>;
 pub enum Asking<'a> {
     /// A Prepare.
     Prepare(&'a PrepareCall),
-    /// A Finish with a cookie, which is not canceled. libvirt defines the persistent guest from the cookie's `<domain>`,
-    /// if it has one (`qemuMigrationDstPersist` in `src/qemu/qemu_migration.c`).
+    /// A Finish with a cookie, which is not canceled. libvirt defines the persistent guest from the
+    /// cookie's `<domain>`, if it has one (`qemuMigrationDstPersist` in
+    /// `src/qemu/qemu_migration.c`).
     Finish {
         /// The guest of its Prepare.
         guest: &'a Guest,

@@ -14,12 +14,12 @@ use std::time::Duration;
 use vmferry::MigrateError;
 use vmferry_handover::GuestIdentity;
 use vmferry_transport::{ChannelReader, ChannelWriter, Dialer, PeerIdentity, TransportError};
-use vmferry_wire::{Hello, Reason, ReasonCode, Role, Token};
+use vmferry_wire::{Reason, ReasonCode, Token};
 
 use crate::definition::{Definition, Judgment, Objection};
 use crate::event::ProxyEvent;
 use crate::proxy::Shared;
-use crate::records::{Answer, Opening, PROXY_VERSION, Target};
+use crate::records::{Answer, Target, ask};
 
 /// The longest definition, in bytes: as in a Prepare.
 const MAX_DEFINITION_BYTES: u32 = 4 << 20;
@@ -49,16 +49,7 @@ pub fn ask_to_judge(
     let (mut reader, mut writer) = dialer.connect()?.split();
     writer.set_timeout(Some(dialer.connect_timeout))?;
     reader.set_timeout(Some(ANSWER_TIMEOUT))?;
-    let hello = Hello {
-        version_min: PROXY_VERSION,
-        version_max: PROXY_VERSION,
-        role: Role::Stream,
-        lane: 0,
-        token: Token([0; 16]),
-        attempt: 0,
-    };
-    let opening = Opening { target: Target::Judge(guest.clone()), is_known: false, received: 0 };
-    writer.write_all(&hello.encode()).and_then(|()| opening.write(&mut writer)).map_err(lost)?;
+    ask(&mut writer, Token([0; 16]), Target::Judge(guest.clone())).map_err(lost)?;
     // A daemon that does not know the question closes the connection.
     let sent = write_text(&mut writer, xml.as_bytes());
     match Answer::read(&mut reader) {

@@ -12,7 +12,7 @@
 //! the next daemon passes sockets to the same receivers.
 
 use std::fmt;
-use std::io::{self, Write};
+use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -23,12 +23,12 @@ use vmferry_transport::{
     ChannelReader, ChannelWriter, Dialer, PeerIdentity, Pending, Ticket, TransportError,
     pass_socket,
 };
-use vmferry_wire::{HELLO_BYTES, Hello, Reason, ReasonCode, Role, Token};
+use vmferry_wire::{HELLO_BYTES, Hello, Reason, ReasonCode, Token};
 
 use crate::config::is_plain_name;
 use crate::event::ProxyEvent;
 use crate::proxy::Shared;
-use crate::records::{Answer, Opening, PROXY_VERSION, RecordError, Target};
+use crate::records::{Answer, RecordError, Target, ask};
 
 /// How long a source waits for its receiver: QEMU may have to populate its memory first.
 const START_TIMEOUT: Duration = Duration::from_secs(150);
@@ -81,17 +81,8 @@ pub fn ask_to_receive(dialer: &Dialer, request: &ReceiveRequest) -> Result<(), M
     let (mut reader, mut writer) = dialer.connect()?.split();
     writer.set_timeout(Some(dialer.connect_timeout))?;
     reader.set_timeout(Some(START_TIMEOUT))?;
-    let hello = Hello {
-        version_min: PROXY_VERSION,
-        version_max: PROXY_VERSION,
-        role: Role::Stream,
-        lane: 0,
-        token: Token(request.session.0),
-        attempt: 0,
-    };
     let target = Target::Receive(request.clone());
-    let opening = Opening { target, is_known: false, received: 0 };
-    writer.write_all(&hello.encode()).and_then(|()| opening.write(&mut writer)).map_err(lost)?;
+    ask(&mut writer, Token(request.session.0), target).map_err(lost)?;
     match Answer::read(&mut reader) {
         Ok(Answer::Receiving) => Ok(()),
         Ok(Answer::NotReceiving(reason)) => {

@@ -14,7 +14,7 @@
 use std::io::{self, Read, Write};
 
 use vmferry_handover::{FinishAnswer, GuestIdentity, SessionId};
-use vmferry_wire::{HELLO_BYTES, Hello, Reason, WireError};
+use vmferry_wire::{HELLO_BYTES, Hello, Reason, Role, Token, WireError};
 
 use crate::receive::ReceiveRequest;
 
@@ -94,7 +94,7 @@ pub enum Target {
     },
     /// No stream: the opener asks for a receiver for a guest.
     Receive(ReceiveRequest),
-    /// No stream: the opener asks what is not permitted in the definition of a guest, which follows.
+    /// No stream: the opener sends the definition of a guest, and asks what is not permitted in it.
     Judge(GuestIdentity),
 }
 
@@ -133,6 +133,23 @@ pub struct Opening {
     pub is_known: bool,
     /// Frames that the opener has received on earlier links.
     pub received: u64,
+}
+
+/// Greets another daemon, and asks for something that is no stream of frames.
+///
+/// # Errors
+/// The link's.
+pub fn ask(link: &mut impl Write, token: Token, target: Target) -> io::Result<()> {
+    let hello = Hello {
+        version_min: PROXY_VERSION,
+        version_max: PROXY_VERSION,
+        role: Role::Stream,
+        lane: 0,
+        token,
+        attempt: 0,
+    };
+    link.write_all(&hello.encode())?;
+    Opening { target, is_known: false, received: 0 }.write(link)
 }
 
 impl Opening {

@@ -197,8 +197,8 @@ fn configurations(
     let versions = [&rustls::version::TLS13];
     let unusable = |error: rustls::Error| {
         let text = if is_of_version_1(&error) {
-            "is an X.509 certificate of version 1, which has no names that a peer could check: issue \
-             one of version 3, for `openssl x509 -req` with `-extfile` and a subjectAltName"
+            "is an X.509 certificate of version 1, which has no names that a peer could check: \
+             issue one of version 3, for `openssl x509 -req` with `-extfile` and a subjectAltName"
                 .to_owned()
         } else {
             format!("does not fit the key {}: {error}", files.key.display())

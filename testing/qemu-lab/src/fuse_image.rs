@@ -36,6 +36,7 @@ impl FuseImage {
         while std::fs::metadata(&on_fuse.mounted).map_or(0, |file| file.len()) == 0 {
             let ended = on_fuse.server.try_wait().expect("it is a child");
             assert!(ended.is_none(), "it serves no image: {ended:?}");
+            // No event tells that the export is mounted.
             std::thread::sleep(Duration::from_millis(10));
         }
         on_fuse

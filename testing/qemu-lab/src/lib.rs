@@ -7,12 +7,14 @@ mod booted;
 mod fuse_image;
 mod huge;
 mod initramfs;
+mod loop_device;
 mod machine;
 mod monitor;
 mod slow_disk;
 
 pub use fuse_image::FuseImage;
 pub use huge::{HugePages, Mounted};
+pub use loop_device::LoopDevice;
 pub use machine::{Backend, Fixture, Guest, Machine};
 pub use monitor::Monitor;
 pub use slow_disk::SlowDisk;
@@ -239,6 +241,12 @@ impl Qemu {
         let ended = self.child.try_wait().ok().flatten();
         let said = std::fs::read_to_string(&self.log).unwrap_or_default();
         ended.map_or_else(|| said.clone(), |status| format!("{status}: {said}"))
+    }
+
+    /// Kills QEMU. It may have ended by itself.
+    pub fn kill(&self) {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
     }
 
     /// Ends QEMU over its monitor.

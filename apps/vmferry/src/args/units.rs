@@ -27,7 +27,7 @@ const BIT_UNITS: [(&str, f64); 8] = [
 ];
 
 /// A rate in bytes per second: a size with or without `/s`, or bits in either case: `1Gbit/s`,
-/// `350mbit`, `350Mbps`. A capital B in `Bps` stands for bytes.
+/// `350mbit`, `350Mbps`. A capital B in `Bps` means bytes.
 pub fn parse_rate(text: &str) -> Result<u64, String> {
     let wrong = || {
         format!(

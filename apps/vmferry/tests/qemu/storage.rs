@@ -2,12 +2,10 @@
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use vmferry_qemu::Qmp;
-use vmferry_qemu_lab::{Backend, FuseImage, Machine, Qemu, Version, qcow2_image};
+use vmferry_qemu_lab::{Backend, FuseImage, LoopDevice, Machine, Version, qcow2_image};
 
 use crate::support::scene::{Scene, Way};
 use crate::support::{Ended, in_parallel, text};
@@ -35,19 +33,6 @@ fn machine(
     let machine = machine.with(&["-blockdev", &file, "-blockdev", &disk]);
     let machine = machine.with(&["-device", "virtio-blk-pci,drive=d,id=disk"]);
     Machine { backend, ..machine }
-}
-
-fn send(scene: &Scene, address: &str, options: &[&str]) -> Ended {
-    let tls = scene.world.tls();
-    let mode = if scene.way == Way::Attached { "attached" } else { "carried" };
-    let link = ["--tls", &tls, "--mode", mode, "--when-stuck", "switch-over"];
-    let send = ["send", "--qemu", text(&scene.here.qmp), "--to", address];
-    scene.a.run(&[&send[..], &link, options].concat())
-}
-
-fn end(there: &Qemu) {
-    // It may have ended by itself.
-    let _ = kill_process(Pid::from_child(&there.child), Signal::KILL);
 }
 
 /// An image without a block of zeros, and a copy of it.
@@ -85,13 +70,13 @@ fn copies_are_refused_if_their_contents_differ() {
         file.read_exact_at(&mut content, STALE).unwrap();
         file.write_all_at(b"outdated", STALE).unwrap();
         let (qemu, _receiving, address) = scene.receive_tls();
-        let refused = send(&scene, &address, &[]);
+        let refused = scene.send_at_once(&address, &[]);
         refused.failed(6, &format!("differ in the 16 KiB at byte {STALE}"));
-        end(&qemu);
+        qemu.kill();
         scene.runs_on_here();
 
         let (qemu, mut receiving, address) = scene.receive_tls();
-        let sent = send(&scene, &address, &["--disks-differ"]).exited(0);
+        let sent = scene.send_at_once(&address, &["--disks-differ"]).exited(0);
         assert_eq!(sent.last()["downtime"]["storage_ms"], 0.0, "{sent:?}");
         receiving.event("received");
         scene.moved_to(qemu);
@@ -100,7 +85,7 @@ fn copies_are_refused_if_their_contents_differ() {
         file.write_all_at(&content, STALE).unwrap();
         scene.machine = machine(version, way, "hot=2,rate=1000", ("file", "raw"), stores[0].path());
         let (qemu, mut receiving, address) = scene.receive_tls();
-        compared(&send(&scene, &address, &[]).exited(0));
+        compared(&scene.send_at_once(&address, &[]).exited(0));
         receiving.event("received");
         scene.moved_to(qemu);
     });
@@ -112,23 +97,6 @@ fn compared(sent: &Ended) {
     assert!(stats["downtime"]["storage_ms"].as_f64().unwrap() > 0.0, "{stats}");
 }
 
-/// A loop device. Released on drop.
-struct Loop(PathBuf);
-
-impl Loop {
-    fn of(image: &Path) -> Self {
-        let made = Command::new("losetup").args(["--find", "--show"]).arg(image).output().unwrap();
-        assert!(made.status.success(), "{made:?}");
-        Self(String::from_utf8(made.stdout).unwrap().trim().into())
-    }
-}
-
-impl Drop for Loop {
-    fn drop(&mut self) {
-        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
-    }
-}
-
 /// A guest that reads and writes its disk all the time goes to and fro between two hosts which
 /// have it under names that tell nothing. The image of the format qcow2 has a persistent dirty
 /// bitmap, which QEMU writes into it after the guest was paused.
@@ -138,10 +106,10 @@ fn shared_disk_is_never_taken_for_another((way, version, format): Case, moves: u
     let content = if format == "qcow2" { qcow2_image(48) } else { Vec::new() };
     std::fs::write(&image, content).unwrap();
     std::fs::File::options().write(true).open(&image).unwrap().set_len(64 * MIB as u64).unwrap();
-    let devices = [Loop::of(&image), Loop::of(&image)];
+    let devices = [LoopDevice::of(&image).unwrap(), LoopDevice::of(&image).unwrap()];
     let machine = |number: usize| {
         let disk = ("host_device", format);
-        machine(version, way, "dirty=4 disk=16", disk, &devices[number].0)
+        machine(version, way, "dirty=4 disk=16", disk, devices[number].path())
     };
     let mut scene = Scene::of(machine(0), way);
     if format == "qcow2" {
@@ -153,7 +121,7 @@ fn shared_disk_is_never_taken_for_another((way, version, format): Case, moves: u
         scene.machine = machine(number as usize % 2);
         let (there, mut receiving, address) = scene.receive_tls();
         let before = scene.here.said().map_or(0, |said| said.get("disk_rounds"));
-        let sent = send(&scene, &address, &[]).exited(0);
+        let sent = scene.send_at_once(&address, &[]).exited(0);
         compared(&sent);
         assert_eq!(sent.last()["qemu"]["ending_bitmaps"], json!([]), "{sent:?}");
         receiving.event("received");

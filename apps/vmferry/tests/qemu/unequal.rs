@@ -3,10 +3,9 @@
 use std::fs::File;
 use std::path::Path;
 
-use rustix::process::{Signal, kill_process};
 use serde_json::{Value, json};
 use vmferry_qemu::Qmp;
-use vmferry_qemu_lab::{Backend, Machine, Qemu, Version};
+use vmferry_qemu_lab::{Backend, Machine, Version};
 
 use crate::support::scene::{Scene, Way};
 use crate::support::{in_parallel, text};
@@ -69,21 +68,6 @@ fn each(test: impl Fn(Version, Way) + Sync) {
     in_parallel(all.collect(), |(version, way)| test(version, way));
 }
 
-fn end(there: &Qemu) {
-    let pid = rustix::process::Pid::from_child(&there.child);
-    // It may have ended by itself.
-    let _ = kill_process(pid, Signal::KILL);
-}
-
-/// Sends a guest with further options.
-fn sent(scene: &Scene, address: &str, options: &[&str]) -> crate::support::Ended {
-    let tls = scene.world.tls();
-    let mode = if scene.way == Way::Attached { "attached" } else { "carried" };
-    let link = ["--tls", &tls, "--mode", mode, "--when-stuck", "switch-over"];
-    let send = ["send", "--qemu", text(&scene.here.qmp), "--to", address];
-    scene.a.run(&[&send[..], &link, options].concat())
-}
-
 fn disks(qmp: &Path) -> Value {
     Qmp::connect(qmp).unwrap().execute("query-block", json!({})).unwrap()
 }
@@ -102,8 +86,8 @@ fn machines_that_differ_in_one_row_are_refused_before_anything_is_sent() {
         for (from, to, says) in REFUSED {
             scene.machine = machine(version, way, images.path(), (from, to));
             let (there, _receiving, address) = scene.receive_tls();
-            sent(&scene, &address, &[]).failed(6, says);
-            end(&there);
+            scene.send_at_once(&address, &[]).failed(6, says);
+            there.kill();
             scene.runs_on_here();
         }
         // The same sizes and formats are still asked for.
@@ -111,14 +95,14 @@ fn machines_that_differ_in_one_row_are_refused_before_anything_is_sent() {
         scene.machine = machine(version, way, images.path(), small);
         let (there, _receiving, address) = scene.receive_tls();
         let says = "8388608 bytes at the source and 4194304 at the destination";
-        sent(&scene, &address, &["--disks-differ"]).failed(6, says);
-        end(&there);
+        scene.send_at_once(&address, &["--disks-differ"]).failed(6, says);
+        there.kill();
         scene.runs_on_here();
         // The control: a copy, with the permission for it.
         let copy = ("file=IMAGES/disk,", "file=IMAGES/copy,");
         scene.machine = machine(version, way, images.path(), copy);
         let (there, mut receiving, address) = scene.receive_tls();
-        sent(&scene, &address, &["--disks-differ"]).exited(0);
+        scene.send_at_once(&address, &["--disks-differ"]).exited(0);
         receiving.event("received");
         scene.moved_to(there);
     });
@@ -142,7 +126,7 @@ fn what_was_set_while_the_guest_ran_is_so_at_the_destination_too() {
         let resize = json!({ "device": "d", "size": 16 << 20 });
         qmp.execute("block_resize", resize).unwrap();
         drop(qmp);
-        let sent = sent(&scene, &address, &[]).exited(0);
+        let sent = scene.send_at_once(&address, &[]).exited(0);
         assert_eq!(sent.last()["qemu"]["ending_bitmaps"], json!(["backup of disk"]), "{sent:?}");
         receiving.event("received");
         let disks = disks(&there.qmp);
@@ -166,8 +150,8 @@ fn guest_whose_writes_are_in_a_temporary_file_is_refused() {
         let machine = Machine::on_kvm(version, "hot=2,rate=1000").with(&["-drive", &file]);
         let mut scene = Scene::of(Machine { backend, ..machine }, way);
         let (there, _receiving, address) = scene.receive_tls();
-        sent(&scene, &address, &[]).failed(6, "are in a temporary file of this QEMU");
-        end(&there);
+        scene.send_at_once(&address, &[]).failed(6, "are in a temporary file of this QEMU");
+        there.kill();
         scene.runs_on_here();
     });
 }

@@ -10,7 +10,7 @@ use super::outcomes::{End, Outcome, Owner};
 use super::proxy::Proxy;
 use super::traces::{Traces, nothing_is_left};
 use super::trial::claim;
-use super::{Host, Running, World, text};
+use super::{Ended, Host, Running, World, text};
 
 /// How the guest is moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,6 +101,15 @@ impl Scene {
         proxy.cut();
         send.event("link-lost");
         (there, receiving, send, proxy)
+    }
+
+    /// A migration over TLS at full speed, in the guest's way, with further options.
+    pub fn send_at_once(&self, address: &str, options: &[&str]) -> Ended {
+        let tls = self.world.tls();
+        let mode = if self.way == Way::Attached { "attached" } else { "carried" };
+        let link = ["--tls", &tls, "--mode", mode, "--when-stuck", "switch-over"];
+        let send = ["send", "--qemu", text(&self.here.qmp), "--to", address];
+        self.a.run(&[&send[..], &link, options].concat())
     }
 
     /// A migration with few, slow rounds.

@@ -3,8 +3,8 @@
 //! An image of the format qcow2 names its backing file, and can name a file with its data. If a
 //! definition does not say where the chain of images ends, libvirt reads the images and opens what
 //! they name (`virStorageSourceGetMetadata`), as root, and QEMU always opens the file with the
-//! data. The sender may have written the image itself, with `--copy-storage-all`. So what the images
-//! of a guest that is started name is judged as if the definition named it.
+//! data. The sender may have written the image itself, with `--copy-storage-all`. So what the
+//! images of a guest that is started name is judged as if the definition named it.
 
 use std::path::Path;
 

@@ -129,7 +129,7 @@ impl<'a> Names<'a> {
         let reason = if resolved.path == Path::new(value) {
             "the policy names no directory that contains it"
         } else {
-            "it has a link in it, and the policy names no directory that contains what that leads to"
+            "it has a link in it, and what that leads to is in no directory that the policy names"
         };
         let parent = Path::new(value).parent().filter(|parent| parent.parent().is_some());
         match parent.and_then(Path::to_str) {

@@ -80,7 +80,8 @@ pub fn refusal(guest: &str, objections: &[Objection]) -> Option<String> {
         more => format!("; and {more} more"),
     };
     Some(format!(
-        "the definition of guest {guest} has what this host's policy does not permit: {listed}{more}"
+        "the definition of guest {guest} has what this host's policy does not permit: \
+         {listed}{more}"
     ))
 }
 

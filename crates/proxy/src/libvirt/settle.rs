@@ -17,13 +17,13 @@ use vmferry_libvirt_rpc::{
     FinishCall, HEADER_BYTES, KEEPALIVE_PROGRAM, PacketHeader, PacketKind, PacketStatus,
     finish_reply,
 };
-use vmferry_wire::{Hello, Role, Token};
+use vmferry_wire::Token;
 
 use super::ledger::{LedgerError, SourceLedger};
 use crate::event::{ProxyEvent, Side};
 use crate::outgoing::dialer;
 use crate::proxy::Shared;
-use crate::records::{Answer, Opening, PROXY_VERSION, Target};
+use crate::records::{self, Answer, Target};
 
 /// How often the other daemon is asked.
 pub(super) const ASK_PERIOD: Duration = Duration::from_millis(500);
@@ -286,17 +286,7 @@ fn ask(shared: &Shared, peer: &str, session: SessionId) -> Option<FinishAnswer> 
     let limit = Some(config.timings.connect);
     reader.set_timeout(limit).ok()?;
     writer.set_timeout(limit).ok()?;
-    let hello = Hello {
-        version_min: PROXY_VERSION,
-        version_max: PROXY_VERSION,
-        role: Role::Stream,
-        lane: 0,
-        token: Token([0; 16]),
-        attempt: 0,
-    };
-    writer.write_all(&hello.encode()).ok()?;
-    let opening = Opening { target: Target::Word { session }, is_known: false, received: 0 };
-    opening.write(&mut writer).ok()?;
+    records::ask(&mut writer, Token([0; 16]), Target::Word { session }).ok()?;
     match Answer::read(&mut reader).ok()? {
         Answer::Word(answer) => Some(answer),
         _ => None,

@@ -15,7 +15,7 @@ const ALWAYS: [&str; 6] = ["bps", "bps_rd", "bps_wr", "iops", "iops_rd", "iops_w
 /// QMP errors.
 pub fn apply(qmp: &mut Qmp, theirs: &Inventory, ours: &mut Inventory) -> Result<(), QmpError> {
     for disk in &mut ours.disks {
-        let Some(there) = same_device(disk, &theirs.disks) else { continue };
+        let Some(there) = same_device(&disk.device, &disk.name, &theirs.disks) else { continue };
         if there.medium.is_none() && disk.medium.is_some() && disk.removable {
             qmp.execute("eject", json!({ "id": disk.path, "force": true }))?;
             disk.medium = None;

@@ -82,7 +82,10 @@ impl<'a> Pair<'a> {
     /// The disks of the same devices.
     fn disks(&self) -> impl Iterator<Item = (&'a Disk, &'a Disk)> {
         let Self { theirs, ours } = *self;
-        theirs.disks.iter().filter_map(|disk| Some((disk, same_device(disk, &ours.disks)?)))
+        theirs
+            .disks
+            .iter()
+            .filter_map(|disk| Some((disk, same_device(&disk.device, &disk.name, &ours.disks)?)))
     }
 
     /// Their media.
@@ -93,10 +96,10 @@ impl<'a> Pair<'a> {
     }
 }
 
-/// The disk of the same device, or of the same drive if the devices have no IDs.
-pub(super) fn same_device<'a>(disk: &Disk, among: &'a [Disk]) -> Option<&'a Disk> {
-    let of_the_drive = |other: &&Disk| !disk.name.is_empty() && other.name == disk.name;
-    let found = among.iter().find(|other| other.device == disk.device);
+/// The disk of this device, or of this drive if the devices have no IDs.
+pub fn same_device<'a>(device: &str, name: &str, among: &'a [Disk]) -> Option<&'a Disk> {
+    let of_the_drive = |other: &&Disk| !name.is_empty() && other.name == name;
+    let found = among.iter().find(|other| other.device == device);
     found.or_else(|| among.iter().find(of_the_drive))
 }
 
@@ -143,7 +146,10 @@ fn devices(pair: &Pair<'_>) -> Option<String> {
 fn disks(pair: &Pair<'_>) -> Option<String> {
     let Pair { theirs, ours } = pair;
     let lacks = |these: &Inventory, those: &Inventory| {
-        let found = these.disks.iter().find(|disk| same_device(disk, &those.disks).is_none());
+        let found = these
+            .disks
+            .iter()
+            .find(|disk| same_device(&disk.device, &disk.name, &those.disks).is_none());
         found.map(|disk| disk.device.clone())
     };
     if let Some(device) = lacks(theirs, ours) {

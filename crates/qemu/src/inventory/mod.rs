@@ -20,7 +20,7 @@ use vmferry::VmError;
 use vmferry::vmm::told::Told;
 
 pub use self::apply::apply;
-pub use self::comparison::{Allowed, ROWS, Row, Rule};
+pub use self::comparison::{Allowed, ROWS, Row, Rule, same_device};
 pub use self::disk::{Disk, Medium};
 pub use self::storage::{OpenImage, Storage, is_named};
 use crate::error::QemuError;

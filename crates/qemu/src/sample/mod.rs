@@ -21,14 +21,14 @@ use vmferry::vmm::told::Told;
 pub use self::reading::{BLOCK_BYTES, Block, ImageBlocks, read};
 pub use self::source::Sampler;
 use crate::error::QemuError;
-use crate::inventory::{Disk, Medium};
+use crate::inventory::{Disk, Medium, same_device};
 
 /// Reads blocks of the images that a process has open, from any thread. An image that it does not
 /// have open is `None`.
 pub type BlockReader =
     Arc<dyn Fn(u32, &[ImageBlocks]) -> Result<Vec<Option<Vec<Block>>>, QemuError> + Send + Sync>;
 
-/// Most images of a sample, so that it fits into FINAL.
+/// The most images of a sample.
 const MAX_IMAGES: usize = 64;
 
 /// The most blocks that a destination reads for a source.
@@ -89,7 +89,8 @@ impl Sample {
             file: (*file).to_owned(),
             offsets: image.blocks.iter().map(|(offset, _)| *offset).collect(),
         });
-        let read = reader(pid, &asked.collect::<Vec<_>>())?;
+        // Of a process whose files this one may not see, nothing is known.
+        let Ok(read) = reader(pid, &asked.collect::<Vec<_>>()) else { return Ok(()) };
         for ((image, file), here) in found.into_iter().zip(read) {
             let Some(here) = here else { continue };
             for ((offset, there), here) in image.blocks.iter().zip(here) {
@@ -103,9 +104,7 @@ impl Sample {
 impl SampledImage {
     /// The file of this image at the destination.
     fn at<'a>(&self, disks: &'a [Disk]) -> Option<&'a str> {
-        let of_the_drive = |disk: &&Disk| !self.name.is_empty() && disk.name == self.name;
-        let disk = disks.iter().find(|disk| disk.device == self.device);
-        let disk = disk.or_else(|| disks.iter().find(of_the_drive))?;
+        let disk = same_device(&self.device, &self.name, disks)?;
         Some(disk.medium.as_ref()?.layers.get(self.layer)?)
     }
 
@@ -115,10 +114,10 @@ impl SampledImage {
             Block::Hash(here) if here == there => Ok(()),
             Block::Hash(_) | Block::Missing => Err(Told::incompatible(format!(
                 "the disk `{device}` has other contents at the destination: {theirs} at the source \
-                 and {file} at the destination differ in the 16 KiB at byte {offset}. They are not the same \
-                 image, or the destination's is an older copy. Give the destination the same \
-                 image; if the guest may go on with this one, send it with the permission that its \
-                 disks differ"
+                 and {file} at the destination differ in the 16 KiB at byte {offset}. They are not \
+                 the same image, or the destination's is an older copy. Give the destination the \
+                 same image; if the guest may go on with this one, send it with the permission \
+                 that its disks differ"
             ))),
             Block::Failed => Err(Told::failed(format!(
                 "the disk `{device}` can't be read at the destination: {file} at byte {offset}"

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use vmferry::vmm::storage::SourceStorage;
 use vmferry_handover::SessionId;
+use vmferry_wire::MAX_STORAGE_SAMPLE_BYTES;
 
 use super::choice::{Look, choose, length};
 use super::reading::{BLOCK_BYTES, Block, ImageBlocks, open_all, read};
@@ -149,6 +150,20 @@ fn read_images(pid: u32, images: Vec<Image>, share: usize, seed: u64) -> Vec<Sam
     sampled
 }
 
+/// The sample, without the last images if it would be too long for FINAL: their paths can be long.
+fn fitting(mut images: Vec<SampledImage>) -> Vec<u8> {
+    while !images.is_empty() {
+        let sample = Sample { images };
+        let bytes = serde_json::to_vec(&sample).unwrap_or_default();
+        if bytes.len() <= MAX_STORAGE_SAMPLE_BYTES {
+            return bytes;
+        }
+        images = sample.images;
+        images.pop();
+    }
+    Vec::new()
+}
+
 impl SourceStorage for Sampler {
     fn prepare(&mut self, session: SessionId) {
         let [a, b] = [0, 8].map(|at| {
@@ -178,10 +193,30 @@ impl SourceStorage for Sampler {
             reading.push(self.read_beside(tables));
         }
         let read = reading.into_iter().filter_map(|read| read.recv_timeout(PATIENCE).ok());
-        let images: Vec<_> = read.flatten().collect();
-        if images.is_empty() {
-            return Vec::new();
-        }
-        serde_json::to_vec(&Sample { images }).unwrap_or_default()
+        fitting(read.flatten().collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sample_fits_into_final() {
+        let image = |file: &str| SampledImage {
+            device: "disk".into(),
+            name: String::new(),
+            layer: 0,
+            file: file.into(),
+            blocks: vec![(u64::MAX, u64::MAX); FEWEST + 1],
+        };
+        assert!(fitting(Vec::new()).is_empty());
+        let short: Sample =
+            serde_json::from_slice(&fitting(vec![image("/images/web"); MAX_IMAGES])).unwrap();
+        assert_eq!(short.images.len(), MAX_IMAGES);
+        let long = fitting(vec![image(&"x".repeat(4000)); MAX_IMAGES]);
+        assert!(long.len() <= MAX_STORAGE_SAMPLE_BYTES);
+        let long: Sample = serde_json::from_slice(&long).unwrap();
+        assert!((10..MAX_IMAGES).contains(&long.images.len()), "{}", long.images.len());
     }
 }

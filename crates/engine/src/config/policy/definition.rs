@@ -22,7 +22,7 @@ const DIRECTORIES: [&str; 8] = [
 /// libvirt's usual network, behind address translation.
 const NETWORK: &str = "default";
 
-/// The text that stands for the guest's name in a directory.
+/// Replaced by the guest's name in a directory.
 const GUEST_NAME: &str = "{name}";
 
 /// The table `[allow.definition]` of a rule: what the definition of a guest of libvirt may name on

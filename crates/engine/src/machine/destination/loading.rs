@@ -85,7 +85,8 @@ impl Placing {
                 Some(pages) if missing.count() == 0 => pages,
                 _ => missing.count(),
             };
-            // A page that the VMM touches from then on is hashed when it arrives, so the sum comes first.
+            // The sum comes first: a page that the VMM touches from then on is hashed when it
+            // arrives.
             common.act(Action::SumDigest);
             common.act(Action::FetchMissing { missing });
         } else {

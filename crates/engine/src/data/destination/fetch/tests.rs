@@ -402,6 +402,7 @@ fn read_after_drop(scene: Scene) -> u8 {
     let mut faults = Vec::new();
     while faults.is_empty() && !reader.is_finished() {
         kept.ranges()[0].descriptor.read_faults(&mut faults).unwrap();
+        // Its descriptor does not block, and the reader may end without a fault.
         std::thread::sleep(Duration::from_millis(1));
     }
     // Fails where no registration is left.
