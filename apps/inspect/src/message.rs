@@ -4,8 +4,8 @@ use serde_json::{Value, json};
 use vmferry_microvm::state::StateReader;
 use vmferry_transport::{Direction, RECORDING_HEADER_BYTES, RecordingHeader, RecordingSide};
 use vmferry_wire::{
-    ControlMessage, FetchLanes, Hello, HelloReply, HelloStatus, LaneOffer, ProbeMessage, Reason,
-    Role, SessionKind,
+    Compared, ControlMessage, FetchLanes, Hello, HelloReply, HelloStatus, LaneOffer, ProbeMessage,
+    Reason, Role, SessionKind,
 };
 
 use crate::record::Record;
@@ -20,6 +20,14 @@ pub fn probe(message: &ProbeMessage) -> Value {
         ProbeMessage::Echo { nonce } => json!({ "nonce": nonce }),
         ProbeMessage::Echoed { nonce, clock_us } => json!({ "nonce": nonce, "clock_us": clock_us }),
         ProbeMessage::Load { filler } => json!({ "bytes": filler.len() }),
+        ProbeMessage::Compare { vmm, config, layout } => {
+            json!({ "vmm": vmm, "config_bytes": config.len(), "slots": layout.len() })
+        }
+        ProbeMessage::Compared(compared) => match compared {
+            Compared::Fits => json!({ "verdict": "fits" }),
+            Compared::Differs(why) => json!({ "verdict": "differs", "why": why }),
+            Compared::Unknown(why) => json!({ "verdict": "unknown", "why": why }),
+        },
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, anyhow, ensure};
 use vmferry::data::CpuMeter;
 use vmferry::data::destination::fetch::lanes::FetchLanes;
-use vmferry::data::destination::missing::{MissingPages, MissingSet};
+use vmferry::data::destination::missing::MissingPages;
 use vmferry::data::source::page_encoder::PageEncoder;
 use vmferry::data::source::page_server::{FetchLaneContext, PageServer, Served};
 use vmferry::link::DataChannel;
@@ -43,8 +43,7 @@ pub fn measure(pages: u64) -> anyhow::Result<Sample> {
     all.bitmap_mut(SLOT).set_all();
     let hashes = Arc::new(PageHashes::for_memory(&destination));
     let register = |memory: &GuestMemory| Ok(FaultRanges::register(memory, 1)?);
-    let missing =
-        MissingPages::register(destination.clone(), hashes, MissingSet::new(all), register)?;
+    let missing = MissingPages::register(destination.clone(), hashes, all, register)?;
     let (results, _failed) = crossbeam_channel::unbounded();
     let cpu = CpuMeter::default();
     let mut lanes = FetchLanes::new(LANE, Announced { faults: 1, background: 1 });

@@ -134,23 +134,7 @@ pub struct IncomingMachine {
 
 impl DestinationVm for IncomingMachine {
     fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
-        self.check_identity(guest)?;
-        let kind = match guest.vmm.as_str() {
-            "microvm/kvm" => GuestKind::Kvm,
-            "microvm/process" => GuestKind::Process,
-            other => {
-                return Err(PrepareError::Incompatible(format!("this is a microvm, not {other}")));
-            }
-        };
-        let config: GuestConfig = vmferry::vmm::newer::read(&guest.config)
-            .map_err(|error| PrepareError::Incompatible(format!("its configuration: {error}")))?;
-        self.check_layout(guest, &config)?;
-        check_name(&guest.identity.name).map_err(incompatible)?;
-        if kind == GuestKind::Kvm {
-            KvmBackend::available().map_err(|error| {
-                PrepareError::Incompatible(format!("this host can't run a guest on KVM: {error}"))
-            })?;
-        }
+        let (kind, config) = self.check(guest)?;
         let machine = Machine::shared(MachineConfig {
             identity: guest.identity.clone(),
             guest: config,
@@ -168,6 +152,10 @@ impl DestinationVm for IncomingMachine {
         let memory = machine.lock().memory().clone();
         self.machine = Some(machine);
         Ok(Landing::Memory(memory))
+    }
+
+    fn would_take(&mut self, guest: &GuestDescription) -> Option<Result<(), PrepareError>> {
+        Some(self.check(guest).map(drop))
     }
 
     /// Not with a balloon, which frees pages. The guest's memory is mapped in this process only.
@@ -205,6 +193,27 @@ impl DestinationVm for IncomingMachine {
 }
 
 impl IncomingMachine {
+    fn check(&self, guest: &GuestDescription) -> Result<(GuestKind, GuestConfig), PrepareError> {
+        self.check_identity(guest)?;
+        let kind = match guest.vmm.as_str() {
+            "microvm/kvm" => GuestKind::Kvm,
+            "microvm/process" => GuestKind::Process,
+            other => {
+                return Err(PrepareError::Incompatible(format!("this is a microvm, not {other}")));
+            }
+        };
+        let config: GuestConfig = vmferry::vmm::newer::read(&guest.config)
+            .map_err(|error| PrepareError::Incompatible(format!("its configuration: {error}")))?;
+        self.check_layout(guest, &config)?;
+        check_name(&guest.identity.name).map_err(incompatible)?;
+        if kind == GuestKind::Kvm {
+            KvmBackend::available().map_err(|error| {
+                PrepareError::Incompatible(format!("this host can't run a guest on KVM: {error}"))
+            })?;
+        }
+        Ok((kind, config))
+    }
+
     fn check_identity(&self, guest: &GuestDescription) -> Result<(), PrepareError> {
         let identity = &guest.identity;
         let wrong =

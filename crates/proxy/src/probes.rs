@@ -66,7 +66,7 @@ impl Probes {
             libvirt.qemu_user = Some(config.qemu.uid);
             libvirt.directory = Some(config.directory.clone());
         }
-        answer(reader, writer, peer, policy, &facts, pass)
+        answer(reader, writer, peer, policy, &facts, None, pass)
     }
 }
 

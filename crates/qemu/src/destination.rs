@@ -21,7 +21,7 @@ use vmferry_wire::{GuestIdentity, SessionId};
 use self::faults::Faults;
 use self::memory::{empty, find_memory};
 use crate::arrived::{Note, Whereabouts};
-use crate::carried::{self, Arrival, Description, Place};
+use crate::carried::{Arrival, Description, Place};
 use crate::direct_view::DirectView;
 use crate::error::QemuError;
 use crate::fault_access::FaultAccess;
@@ -34,7 +34,6 @@ use crate::qmp::Qmp;
 use crate::ram::Ram;
 use crate::sample::{self, BlockReader, Sample};
 use crate::settings::Settings;
-use crate::source::VMM;
 use crate::state;
 use crate::view::{Looker, View};
 
@@ -264,20 +263,12 @@ impl QemuDestination {
 
 impl DestinationVm for QemuDestination {
     fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
-        if guest.vmm != VMM && guest.vmm != carried::VMM {
-            let text = format!("the guest is one of `{}`, and this is a QEMU", guest.vmm);
-            return Err(PrepareError::Incompatible(text));
-        }
-        self.expected.check(&guest.identity)?;
-        if self.used {
-            let text = "this QEMU has had a guest already: start a new one".to_owned();
-            return Err(PrepareError::Incompatible(text));
-        }
-        if guest.vmm == carried::VMM {
-            self.prepare_streams(&guest.config)
-        } else {
-            self.prepare_memory(&guest.config)
-        }
+        let fitting = self.check(guest)?;
+        self.prepare_for(fitting, &guest.config)
+    }
+
+    fn would_take(&mut self, guest: &GuestDescription) -> Option<Result<(), PrepareError>> {
+        Some(self.check(guest).map(drop))
     }
 
     fn release(&self) -> String {

@@ -156,6 +156,14 @@ impl StartedQemu {
         }
     }
 
+    /// See [`order`](Self::order).
+    fn prepared<T>(&mut self, result: Result<T, PrepareError>) -> Result<T, PrepareError> {
+        result.map_err(|error| match error {
+            PrepareError::Vm(error) => PrepareError::Vm(self.seen(error)),
+            other => other,
+        })
+    }
+
     /// Sets whether the QEMU outlives this process.
     fn keep_qemu(&mut self, keep: Keep) {
         self.has_guest = keep == Keep::WithGuest;
@@ -242,10 +250,15 @@ impl DestinationVm for StartedQemu {
             Ok(qemu) => qemu.prepare(guest),
             Err(error) => Err(PrepareError::Vm(error.into())),
         };
-        prepared.map_err(|error| match error {
-            PrepareError::Vm(error) => PrepareError::Vm(self.seen(error)),
-            other => other,
-        })
+        self.prepared(prepared)
+    }
+
+    fn would_take(&mut self, guest: &GuestDescription) -> Option<Result<(), PrepareError>> {
+        let compared = match self.qemu() {
+            Ok(qemu) => qemu.would_take(guest)?,
+            Err(error) => Err(PrepareError::Vm(error.into())),
+        };
+        Some(self.prepared(compared))
     }
 
     fn release(&self) -> String {

@@ -1,6 +1,6 @@
 //! Connecting to a destination.
 
-use std::net::{IpAddr, SocketAddr, SocketAddrV6, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr, SocketAddrV6, TcpStream, ToSocketAddrs};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -186,7 +186,7 @@ impl Dialer {
         let identity = self.tls.as_ref().ok_or(TransportError::NoIdentity)?;
         let config = identity.client_config(protocol, self.destination_id.as_deref());
         let stream = self.tcp(host, port, name)?;
-        let wanted = self.server_name.as_deref().unwrap_or(host);
+        let wanted = self.server_name.as_deref().unwrap_or_else(|| without_zone(host));
         let server = ServerName::try_from(wanted.to_owned())
             .map_err(|_| TransportError::ServerName { name: wanted.to_owned() })?;
         let connection = ClientConnection::new(config, server)
@@ -267,6 +267,15 @@ pub(crate) fn resolve(
         .to_socket_addrs()
         .map(Iterator::collect)
         .map_err(|source| TransportError::Resolve { address: name.to_owned(), source })
+}
+
+/// An address without its zone, as in `fe80::1%eth0`: the zone is an interface of this host, and
+/// not in the other host's certificate.
+fn without_zone(host: &str) -> &str {
+    match host.split_once('%') {
+        Some((address, _)) if address.parse::<Ipv6Addr>().is_ok() => address,
+        _ => host,
+    }
 }
 
 #[cfg(test)]

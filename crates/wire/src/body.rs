@@ -19,7 +19,7 @@ use crate::message::{
 use crate::reason::Reason;
 use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionKind};
 
-const MAX_VMM_BYTES: usize = 64;
+pub(crate) const MAX_VMM_BYTES: usize = 64;
 
 #[derive(Serialize, Deserialize)]
 struct Begin {

@@ -49,7 +49,9 @@ pub use message::{
     ControlMessage, FetchLanes, LaneOffer, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LACKING_BYTES,
     MAX_LANES, MAX_SLOTS, MAX_STORAGE_SAMPLE_BYTES,
 };
-pub use probe::{MAX_FACTS_BYTES, MAX_PROBE_BYTES, MAX_REFUSAL_BYTES, ProbeHeader, ProbeMessage};
+pub use probe::{
+    Compared, MAX_FACTS_BYTES, MAX_PROBE_BYTES, MAX_REFUSAL_BYTES, ProbeHeader, ProbeMessage,
+};
 pub use reason::{MAX_REASON_BYTES, Reason, ReasonCode, one_line};
 pub use request::{MAX_REQUEST_PAGES, PAGE_REQUEST_BYTES, PageRequest};
 pub use runs::{Encoding, MAX_FRAME_CONTENT_PAGES, Run, RunTable, table_checksum};

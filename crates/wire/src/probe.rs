@@ -6,15 +6,17 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::body::MAX_VMM_BYTES;
 use crate::error::WireError;
-use crate::{CONTROL_HEADER_BYTES, crc32c, field};
+use crate::{CONTROL_HEADER_BYTES, MAX_CONFIG_BYTES, MAX_SLOTS, crc32c, field};
 use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES};
+use vmferry_memory::SlotLayout;
 
 /// Longest body of any message of a probe.
 pub const MAX_PROBE_BYTES: u32 = 64 << 10;
 /// Maximum length of the facts about a host (JSON).
 pub const MAX_FACTS_BYTES: usize = 32 << 10;
-/// Maximum length of the reason for not admitting a source or a guest.
+/// Maximum length of the reason for not admitting a source or a guest, or for not taking a machine.
 pub const MAX_REFUSAL_BYTES: usize = 1024;
 
 /// A message of a probe.
@@ -49,6 +51,29 @@ pub enum ProbeMessage {
         /// Ignored by the destination.
         filler: Vec<u8>,
     },
+    /// 37, source: asks whether the VMM that waits at the destination could take this machine. Only
+    /// for a destination whose facts say that it compares.
+    Compare {
+        /// As in BEGIN.
+        vmm: String,
+        /// As in BEGIN.
+        config: Vec<u8>,
+        /// As in BEGIN.
+        layout: Vec<SlotLayout>,
+    },
+    /// 38, destination: the answer to COMPARE.
+    Compared(Compared),
+}
+
+/// The answer to COMPARE.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Compared {
+    /// The VMM could take the machine.
+    Fits,
+    /// It would refuse the machine, for this reason.
+    Differs(String),
+    /// The destination could not compare them, for this reason.
+    Unknown(String),
 }
 
 /// A checked header. It has the form of a control message's header.
@@ -65,9 +90,11 @@ const TELL: u16 = 33;
 const ECHO: u16 = 34;
 const ECHOED: u16 = 35;
 const LOAD: u16 = 36;
+const COMPARE: u16 = 37;
+const COMPARED: u16 = 38;
 
 fn name_of(number: u16) -> Option<&'static str> {
-    let names = ["ASK", "TELL", "ECHO", "ECHOED", "LOAD"];
+    let names = ["ASK", "TELL", "ECHO", "ECHOED", "LOAD", "COMPARE", "COMPARED"];
     names.get(usize::from(number.checked_sub(ASK)?)).copied()
 }
 
@@ -124,6 +151,8 @@ enum Body {
     Tell(Option<String>, Vec<u8>),
     Echo(u64),
     Echoed(u64, u64),
+    Compare(String, Vec<u8>, Vec<SlotLayout>),
+    Compared(Compared),
 }
 
 impl Body {
@@ -139,6 +168,11 @@ impl Body {
                 Self::Tell(refusal, facts.into_vec())
             }
             ECHO => Self::Echo(whole(body)?),
+            COMPARE => {
+                let (vmm, config, layout): (_, serde_bytes::ByteBuf, _) = whole(body)?;
+                Self::Compare(vmm, config.into_vec(), layout)
+            }
+            COMPARED => Self::Compared(whole(body)?),
             _ => {
                 let (nonce, clock_us) = whole(body)?;
                 Self::Echoed(nonce, clock_us)
@@ -168,6 +202,21 @@ impl Body {
             }
             Self::Echo(nonce) => ProbeMessage::Echo { nonce },
             Self::Echoed(nonce, clock_us) => ProbeMessage::Echoed { nonce, clock_us },
+            Self::Compare(vmm, config, layout) => {
+                if vmm.len() > MAX_VMM_BYTES || vmm.chars().any(char::is_control) {
+                    return Err("the VMM's name is too long or not printable".into());
+                }
+                if config.len() > MAX_CONFIG_BYTES || layout.len() > MAX_SLOTS {
+                    return Err("the configuration is too long".into());
+                }
+                ProbeMessage::Compare { vmm, config, layout }
+            }
+            Self::Compared(Compared::Differs(text) | Compared::Unknown(text))
+                if text.len() > MAX_REFUSAL_BYTES =>
+            {
+                return Err("a text is too long".into());
+            }
+            Self::Compared(compared) => ProbeMessage::Compared(compared),
         })
     }
 }
@@ -180,6 +229,8 @@ impl ProbeMessage {
             Self::Echo { .. } => ECHO,
             Self::Echoed { .. } => ECHOED,
             Self::Load { .. } => LOAD,
+            Self::Compare { .. } => COMPARE,
+            Self::Compared(_) => COMPARED,
         }
     }
 
@@ -204,6 +255,10 @@ impl ProbeMessage {
             Self::Echo { nonce } => put(nonce, into),
             Self::Echoed { nonce, clock_us } => put(&(nonce, clock_us), into),
             Self::Load { filler } => into.extend_from_slice(filler),
+            Self::Compare { vmm, config, layout } => {
+                put(&(vmm, serde_bytes::Bytes::new(config), layout), into);
+            }
+            Self::Compared(compared) => put(compared, into),
         }
         let (header, body) = into[start..].split_at_mut(CONTROL_HEADER_BYTES);
         // The peer's limit rejects a body whose length does not fit the header.
@@ -226,6 +281,7 @@ fn put(value: &impl Serialize, into: &mut Vec<u8>) {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use vmferry_memory::SlotId;
 
     use super::*;
 
@@ -254,6 +310,18 @@ mod tests {
             (ProbeMessage::Echo { nonce: 300 }, "", "ac02"),
             (ProbeMessage::Echoed { nonce: 1, clock_us: 128 }, "", "018001"),
             (ProbeMessage::Load { filler: vec![7, 8] }, "", "0708"),
+            (
+                ProbeMessage::Compare {
+                    vmm: "q".into(),
+                    config: b"{}".to_vec(),
+                    layout: vec![SlotLayout { slot: SlotId(1), gpa: 4096, pages: 2 }],
+                },
+                "",
+                "0171027b7d0101802002",
+            ),
+            (ProbeMessage::Compared(Compared::Fits), "", "00"),
+            (ProbeMessage::Compared(Compared::Differs("no".into())), "", "01026e6f"),
+            (ProbeMessage::Compared(Compared::Unknown("no".into())), "", "02026e6f"),
         ];
         for (message, header, body) in cases {
             let mut bytes = Vec::new();
@@ -279,7 +347,7 @@ mod tests {
         };
         assert!(header(MAX_PROBE_BYTES, LOAD, 0).is_ok());
         assert!(matches!(header(MAX_PROBE_BYTES + 1, LOAD, 0), Err(WireError::TooLong { .. })));
-        for number in [0, 1, 18, ASK - 1, LOAD + 1, u16::MAX] {
+        for number in [0, 1, 18, ASK - 1, COMPARED + 1, u16::MAX] {
             assert_eq!(header(0, number, 0), Err(WireError::UnknownMessage(number)));
         }
         assert!(matches!(header(0, ASK, 1), Err(WireError::Reserved(_))));
@@ -295,6 +363,12 @@ mod tests {
         bytes.push(0);
         assert!(matches!(decode(&bytes), Err(WireError::Checksum { .. })));
         let long = "x".repeat(MAX_NAME_BYTES + 1);
+        let slot = SlotLayout { slot: SlotId(0), gpa: 0, pages: 1 };
+        let compare = |vmm: &str, config, slots| ProbeMessage::Compare {
+            vmm: vmm.into(),
+            config: vec![0; config],
+            layout: vec![slot; slots],
+        };
         for message in [
             ProbeMessage::Ask {
                 guest: Some(GuestIdentity { uuid: uuid::Uuid::nil(), name: long }),
@@ -304,6 +378,12 @@ mod tests {
             },
             ProbeMessage::Tell { refusal: None, facts: vec![0; MAX_FACTS_BYTES + 1] },
             ProbeMessage::Tell { refusal: Some("x".repeat(1025)), facts: vec![] },
+            compare("a\nb", 2, 1),
+            compare(&"v".repeat(MAX_VMM_BYTES + 1), 2, 1),
+            compare("v", MAX_CONFIG_BYTES + 1, 1),
+            compare("v", 2, MAX_SLOTS + 1),
+            ProbeMessage::Compared(Compared::Differs("x".repeat(1025))),
+            ProbeMessage::Compared(Compared::Unknown("x".repeat(1025))),
         ] {
             let mut bytes = Vec::new();
             message.encode(&mut bytes);
@@ -314,7 +394,7 @@ mod tests {
     proptest! {
         #[test]
         fn decode_accepts_or_refuses_any_bytes(
-            number in ASK - 1..LOAD + 2,
+            number in ASK - 1..COMPARED + 2,
             body in proptest::collection::vec(any::<u8>(), 0..200),
         ) {
             let mut bytes = vec![0; CONTROL_HEADER_BYTES];

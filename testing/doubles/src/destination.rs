@@ -41,6 +41,10 @@ impl<D: DestinationVm> DestinationVm for DestinationDouble<D> {
         self.vm.prepare(guest)
     }
 
+    fn would_take(&mut self, guest: &GuestDescription) -> Option<Result<(), PrepareError>> {
+        self.vm.would_take(guest)
+    }
+
     fn opened(&mut self, session: SessionId, journals: &Path) -> Result<(), VmError> {
         self.vm.opened(session, journals)
     }

@@ -14,6 +14,7 @@ use super::units::parse_bytes;
 No guest is moved or paused. With --qemu, vmferry attaches to QEMU for a moment, as a migration does
 at its start, and detaches again. With --to, it loads the link for two seconds, through the
 `vmferry receive` that waits for or hosts a guest there, or with --libvirt through `vmferry daemon`.
+With --qemu and --to, it compares both QEMUs as a migration does before it sends anything.
 
 Exit status: 0 without warnings, 17 with a warning, 18 with an error, which prevents a migration.
 

@@ -13,7 +13,8 @@ use vmferry_net_lab::{DESTINATION_ADDRESS, Namespaces};
 use vmferry_transport::pki::{IssueRequest, Validity, issue};
 use vmferry_transport::{Channel, Dialer, Listener, TlsIdentity};
 use vmferry_wire::{
-    HELLO_BYTES, HELLO_REPLY_BYTES, Hello, HelloReply, HelloStatus, ProbeMessage, Role, Token,
+    GuestIdentity, HELLO_BYTES, HELLO_REPLY_BYTES, Hello, HelloReply, HelloStatus, ProbeMessage,
+    Role, Token,
 };
 
 use crate::support::{Ended, Host, Running, World, inside, text};
@@ -300,6 +301,21 @@ fn probed_receiver_ends_hostile_probes_and_answers_the_next_one() {
     said_to(&world, &address, &[ask.clone(), lying]);
     said_to(&world, &address, &[ask.clone(), ProbeMessage::Load { filler: vec![] }]);
     said_to(&world, &address, &[ask.clone(), ProbeMessage::Load { filler: vec![0; 70_000] }]);
+
+    // A machine that is no machine, and one of a guest that was not named.
+    let guest = Some(GuestIdentity { uuid: uuid::Uuid::from_u128(1), name: "web".into() });
+    let compare = ProbeMessage::Compare {
+        vmm: "microvm/process".into(),
+        config: b"[".to_vec(),
+        layout: Vec::new(),
+    };
+    let answers = |asked: &[ProbeMessage]| {
+        String::from_utf8_lossy(&said_to(&world, &address, asked)).into_owned()
+    };
+    let named = answers(&[ProbeMessage::Ask { guest }, compare.clone(), ask.clone()]);
+    assert!(named.contains("its configuration"), "{named}");
+    let nameless = answers(&[ask.clone(), compare.clone(), ask.clone()]);
+    assert!(nameless.contains("no guest that may come here was named"), "{nameless}");
 
     // One probe at a time.
     let (mut reader, mut writer) = let_in(&world, &address).split();

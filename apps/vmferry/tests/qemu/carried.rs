@@ -223,3 +223,34 @@ fn mismatched_destination_is_refused_and_the_guest_runs_on() {
     scene.runs_on_here();
     scene.arrives();
 }
+
+/// QEMU's user must reach its sockets, so their directory is not in vmferry's runtime directory,
+/// and no list of a migration's files names it.
+#[test]
+fn sockets_of_a_killed_receiver_are_removed_by_the_next_one() {
+    let (lab, world) = (Lab::new(), World::new());
+    let (host, temporary) = (world.host("b"), tempfile::tempdir().unwrap());
+    let qemu = private(Version::V10_0).incoming(&lab, "there");
+    let receive = ["receive", "--qemu", text(&qemu.qmp), "--listen", "tcp:127.0.0.1:0", "--plain"];
+    let start = || {
+        let mut command = host.command(&receive);
+        command.env("TMPDIR", temporary.path());
+        let mut receiving = Host::spawn(command);
+        receiving.event("listening");
+        receiving
+    };
+    let names = || {
+        let entries = std::fs::read_dir(temporary.path()).unwrap();
+        entries.map(|entry| entry.unwrap().file_name()).collect::<Vec<_>>()
+    };
+    let mut killed = start();
+    let left = names();
+    assert_eq!(left.len(), 1);
+    killed.kill();
+    assert_eq!(names(), left, "a killed process removes nothing");
+    let mut next = start();
+    assert!(names().len() == 1 && names() != left, "{left:?}, {:?}", names());
+    next.signal(rustix::process::Signal::TERM);
+    next.finish_by_ref();
+    assert_eq!(names().len(), 0);
+}

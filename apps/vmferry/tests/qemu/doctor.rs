@@ -4,9 +4,8 @@
 use serde_json::Value;
 use vmferry_qemu_lab::Version;
 
-use crate::support::Ended;
 use crate::support::scene::{Scene, Way};
-use crate::support::text;
+use crate::support::{Ended, in_parallel, text};
 
 fn found<'a>(ended: &'a Ended, check: &str) -> &'a Value {
     let findings = ended.last()["findings"].as_array().expect("findings");
@@ -53,4 +52,78 @@ fn doctor_fails_without_a_qemu() {
     let ended = world.host("a").run(&["doctor", "--qemu", text(&nowhere)]);
     assert_eq!(found(&ended, "qemu")["level"], "error", "{ended:?}");
     assert_eq!(ended.code, Some(18));
+}
+
+fn ask_of_both(scene: &Scene, address: &str) -> Ended {
+    let (qmp, tls) = (text(&scene.here.qmp), scene.world.tls());
+    scene.a.run(&["doctor", "--qemu", qmp, "--to", address, "--tls", &tls, "--no-load"])
+}
+
+/// The same comparison with which a migration begins, without a migration.
+#[test]
+fn doctor_compares_both_machines_and_leaves_the_receiver_ready() {
+    in_parallel(vec![Way::Attached, Way::Carried], |way| {
+        let mut scene = Scene::new(Version::V10_0, way);
+        let fitting = scene.machine.clone();
+        scene.machine = fitting.clone().with(&["-device", "virtio-rng-pci"]);
+        let (other, _refusing, address) = scene.receive_tls();
+        let ended = ask_of_both(&scene, &address);
+        let machine = found(&ended, "machine");
+        assert_eq!((&machine["level"], ended.code), (&"error".into(), Some(18)), "{ended:?}");
+        assert!(machine["why"].as_str().unwrap().contains("virtio-rng-pci"), "{machine}");
+        // A migration would be refused with the same words.
+        scene.send_at_once(&address, &[]).failed(6, "virtio-rng-pci");
+        other.kill();
+
+        scene.machine = fitting;
+        let (there, mut receiving, address) = scene.receive_tls();
+        for _ in 0..3 {
+            let ended = ask_of_both(&scene, &address);
+            assert_eq!(found(&ended, "machine")["level"], "ok", "{ended:?}");
+        }
+        scene.runs_on_here();
+        scene.send_at_once(&address, &[]).exited(0);
+        receiving.event("received");
+        scene.moved_to(there);
+    });
+}
+
+#[test]
+fn doctor_compares_the_machine_with_that_of_a_qemu_which_the_receiver_has_started() {
+    let mut scene = Scene::new(Version::V10_0, Way::Attached);
+    let tls = scene.world.tls();
+    let command = scene.command("there");
+    let (mut receiving, address) =
+        scene.b.receive(&["--exec", &command, "--once", "--listen", "127.0.0.1:0", "--tls", &tls]);
+    let ended = ask_of_both(&scene, &address);
+    assert_eq!(found(&ended, "machine")["level"], "ok", "{ended:?}");
+    scene.runs_on_here();
+    scene.send_at_once(&address, &[]).exited(0);
+    let received = receiving.event("received");
+    let qmp = std::path::PathBuf::from(received["qmp"].as_str().unwrap());
+    vmferry_qemu::Qmp::connect(&qmp).unwrap().quit().unwrap();
+    receiving.finish().exited(0);
+}
+
+#[test]
+fn doctor_compares_no_machine_with_a_receiver_that_is_busy() {
+    let mut scene = Scene::new(Version::V10_0, Way::Attached);
+    let tls = scene.world.tls();
+    let mut other = scene.machine.start_booted(&scene.lab, "other");
+    let (there, mut receiving, address) = scene.receive_tls();
+    let ask = ["doctor", "--qemu", text(&other.qmp), "--to", &address, "--tls", &tls, "--no-load"];
+    let unknown = |why: &str| {
+        let ended = scene.a.run(&ask);
+        let machine = found(&ended, "machine");
+        assert_eq!(machine["level"], "note", "{ended:?}");
+        assert!(machine["why"].as_str().unwrap().contains(why), "{machine}");
+    };
+    let mut send = scene.send_tls(&address);
+    send.event_where(|event| event["event"] == "round-started");
+    unknown("another guest is arriving there");
+    send.finish().exited(0);
+    receiving.event("received");
+    unknown("a guest runs there already");
+    scene.moved_to(there);
+    other.check_guest();
 }

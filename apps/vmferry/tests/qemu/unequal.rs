@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use vmferry_qemu::Qmp;
-use vmferry_qemu_lab::{Backend, Machine, Version};
+use vmferry_qemu_lab::{Backend, Machine, Version, qcow2_image};
 
 use crate::support::scene::{Scene, Way};
 use crate::support::{in_parallel, text};
@@ -29,14 +29,19 @@ const DEVICES: [&str; 14] = [
 ];
 
 /// What the destination has instead, and the refusal.
-const REFUSED: [(&str, &str, &str); 8] = [
+const REFUSED: [(&str, &str, &str); 9] = [
     ("maxcpus=4,sockets=2", "maxcpus=2,sockets=1", "maxcpus=4 and the destination maxcpus=2"),
     ("sockets=2,cores=2", "sockets=1,cores=4", "has cores=2 and the destination cores=4"),
     ("vgamem_mb=16", "vgamem_mb=32", "32 MiB"),
-    ("usb-tablet", "usb-mouse", "the source has 0 devices `usb-mouse` and the destination 1"),
+    ("usb-tablet", "usb-mouse", "device `usb-mouse`: the source has 0 and the destination 1"),
     ("=optical", "=other", "has no disk device `optical`"),
     ("IMAGES/disk,", "IMAGES/disk,readonly=on,", "is writable at the source and read-only"),
     ("file=IMAGES/disk,", "file=IMAGES/copy,", "which is another one"),
+    (
+        "file=IMAGES/disk,format=raw",
+        "file=IMAGES/formatted,format=qcow2",
+        "as `raw` and the destination as `qcow2`",
+    ),
     ("file=IMAGES/cd,format=raw,", "", "the drive `optical` is empty at the destination"),
 ];
 
@@ -58,6 +63,7 @@ fn scene(version: Version, way: Way) -> (Scene, tempfile::TempDir) {
     for (name, mib) in [("disk", 8), ("copy", 8), ("small", 4), ("cd", 4)] {
         File::create(images.path().join(name)).unwrap().set_len(mib << 20).unwrap();
     }
+    std::fs::write(images.path().join("formatted"), qcow2_image(8)).unwrap();
     let scene = Scene::of(machine(version, way, images.path(), ("", "")), way);
     (scene, images)
 }
@@ -136,6 +142,90 @@ fn what_was_set_while_the_guest_ran_is_so_at_the_destination_too() {
         assert_eq!(disk["image"]["virtual-size"], 16 << 20, "{disk}");
         scene.moved_to(there);
         drop(images);
+    });
+}
+
+/// What a driver in the guest reads from its device.
+const REGISTERS: [(&str, u64); 2] = [
+    // The link is up, bit 0: `status` of struct virtio_net_config.
+    ("virtio-net", 6),
+    // How many pages of 4 KiB it shall give back: `num_pages` of struct virtio_balloon_config.
+    ("virtio-balloon", 0),
+];
+
+/// A field of the configuration of a legacy virtio device, by its I/O ports: virtio 1.2, 4.1.4.10.
+fn register(qmp: &mut Qmp, (kind, offset): (&str, u64)) -> u64 {
+    /// Where the device's own configuration begins without MSI-X.
+    const CONFIGURATION: u64 = 20;
+    /// The ports by which the PCI configuration space is accessed, and ports that nothing uses.
+    const ADDRESS: u64 = 0xcf8;
+    const DATA: u64 = 0xcfc;
+    const FREE: u64 = 0xc000;
+    let pci = qmp.execute("query-pci", json!({})).unwrap();
+    let devices = pci[0]["devices"].as_array().unwrap();
+    let device = devices.iter().find(|device| device["qdev_id"] == kind).unwrap();
+    let ports = FREE + 0x100 * device["slot"].as_u64().unwrap();
+    // The lab's guest has no firmware that would enable the first BAR.
+    let configuration = 1 << 31 | device["slot"].as_u64().unwrap() << 11;
+    for (field, value) in [(0x10, ports), (0x04, 1)] {
+        qmp.human(&format!("o/w {ADDRESS:#x} {:#x}", configuration | field)).unwrap();
+        qmp.human(&format!("o/w {DATA:#x} {value:#x}")).unwrap();
+    }
+    let said = qmp.human(&format!("i/hx {:#x}", ports + CONFIGURATION + offset)).unwrap();
+    let value = said.trim().rsplit_once("0x").unwrap().1;
+    u64::from_str_radix(value, 16).unwrap()
+}
+
+#[test]
+fn link_and_balloon_are_as_they_were_set_while_the_guest_ran() {
+    each(|version, way| {
+        let devices = [
+            "-netdev",
+            "user,id=net,restrict=on",
+            "-device",
+            "virtio-net-pci,netdev=net,id=virtio-net,romfile=",
+            "-device",
+            "virtio-balloon-pci,id=virtio-balloon",
+        ];
+        let backend = if way == Way::Attached { Backend::File } else { Backend::Private };
+        let machine = Machine { backend, ..Machine::on_kvm(version, "hot=2,rate=1000") };
+        let mut scene = Scene::of(machine.with(&devices), way);
+        let registers = |qemu: &Path| {
+            let mut qmp = Qmp::connect(qemu).unwrap();
+            REGISTERS.map(|field| register(&mut qmp, field))
+        };
+        let before = registers(&scene.here.qmp);
+        let mut qmp = Qmp::connect(&scene.here.qmp).unwrap();
+        qmp.execute("set_link", json!({ "name": "virtio-net", "up": false })).unwrap();
+        qmp.execute("balloon", json!({ "value": 64 << 20 })).unwrap();
+        drop(qmp);
+        let set = registers(&scene.here.qmp);
+        assert_eq!((before, set), ([1, 0], [0, 64 << 8]));
+        let (there, mut receiving, address) = scene.receive_tls();
+        scene.send_at_once(&address, &[]).exited(0);
+        receiving.event("received");
+        assert_eq!(registers(&there.qmp), set);
+        scene.moved_to(there);
+    });
+}
+
+#[test]
+fn device_plugged_while_the_guest_ran_must_be_at_the_destination_too() {
+    each(|version, way| {
+        let (mut scene, _images) = scene(version, way);
+        let (there, _receiving, address) = scene.receive_tls();
+        let mut qmp = Qmp::connect(&scene.here.qmp).unwrap();
+        qmp.execute("device_add", json!({ "driver": "usb-mouse", "id": "mouse" })).unwrap();
+        drop(qmp);
+        let says = "device `usb-mouse`: the source has 1 and the destination 0";
+        scene.send_at_once(&address, &[]).failed(6, says);
+        there.kill();
+        scene.runs_on_here();
+        scene.machine.devices.extend(["-device".into(), "usb-mouse,id=mouse".into()]);
+        let (there, mut receiving, address) = scene.receive_tls();
+        scene.send_at_once(&address, &[]).exited(0);
+        receiving.event("received");
+        scene.moved_to(there);
     });
 }
 

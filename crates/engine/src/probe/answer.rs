@@ -4,11 +4,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use vmferry_transport::{ChannelReader, ChannelWriter, PeerIdentity};
-use vmferry_wire::{GuestIdentity, MAX_FACTS_BYTES, MAX_REFUSAL_BYTES, ProbeMessage};
+use vmferry_wire::{Compared, GuestIdentity, MAX_FACTS_BYTES, MAX_REFUSAL_BYTES, ProbeMessage};
 
 use super::{HostFacts, LOAD_TIME, MOST_ECHOES, MOST_LOAD_BYTES, Messages, PROBE_TIME, send};
 use crate::config::policy::Admission;
 use crate::error::MigrateError;
+use crate::vmm::GuestDescription;
+
+/// Compares a machine with the VMM that waits, within a time limit.
+pub type Comparer<'a> = &'a dyn Fn(GuestDescription, Duration) -> Compared;
 
 /// Admits one probe at a time.
 #[derive(Debug, Default)]
@@ -32,7 +36,8 @@ impl Drop for Pass<'_> {
 }
 
 /// Answers a probe after its greeting, until the peer closes the channel. Gives `pass` back before
-/// the peer can see the end of the channel, so that the peer may ask again at once.
+/// the peer can see the end of the channel, so that the peer may ask again at once. Without a
+/// `comparer`, the facts do not say that this host compares machines.
 ///
 /// [`MigrateError::Refused`] for a source that the policy does not admit, which receives the
 /// refusal and nothing else. Otherwise the error of the channel or the peer's violation of the
@@ -43,6 +48,7 @@ pub fn answer(
     peer: &PeerIdentity,
     policy: Option<&dyn Admission>,
     host: &HostFacts,
+    comparer: Option<Comparer<'_>>,
     pass: Pass<'_>,
 ) -> Result<(), MigrateError> {
     let deadline = Instant::now() + PROBE_TIME;
@@ -55,7 +61,8 @@ pub fn answer(
     let is_refused = refused.is_some();
     let refusal = refused.or_else(|| check_guest(policy, peer, guest.as_ref()));
     // A peer that may send nothing here learns that and nothing about this host.
-    let facts = if is_refused { Vec::new() } else { told(host) };
+    let facts = if is_refused { Vec::new() } else { told(host, comparer.is_some()) };
+    let mut may_compare = guest.filter(|_| refusal.is_none());
     let shown = refusal.as_deref().map(bounded);
     send(writer, &ProbeMessage::Tell { refusal: shown, facts })?;
     if is_refused {
@@ -85,6 +92,16 @@ pub fn answer(
             ProbeMessage::Load { filler } => {
                 let bytes = filler.len() as u64;
                 budget.load(bytes, Instant::now()).map_err(|reason| messages.bad(reason))?;
+            }
+            ProbeMessage::Compare { vmm, config, layout } => {
+                let compared = match (may_compare.take(), comparer) {
+                    (Some(identity), Some(compare)) => {
+                        let guest = GuestDescription { identity, vmm, config, layout };
+                        bounded_answer(compare(guest, left))
+                    }
+                    _ => Compared::Unknown("no guest that may come here was named before".into()),
+                };
+                send(writer, &ProbeMessage::Compared(compared))?;
             }
             other => return Err(messages.bad(&format!("{} is no question", other.name()))),
         }
@@ -128,6 +145,15 @@ impl Budget {
     }
 }
 
+/// The same with a text that fits into the message.
+fn bounded_answer(compared: Compared) -> Compared {
+    match compared {
+        Compared::Fits => Compared::Fits,
+        Compared::Differs(text) => Compared::Differs(bounded(&text)),
+        Compared::Unknown(text) => Compared::Unknown(bounded(&text)),
+    }
+}
+
 /// Truncates a text to the length limit of its message.
 fn bounded(text: &str) -> String {
     let end = (0..=text.len().min(MAX_REFUSAL_BYTES)).rev().find(|end| text.is_char_boundary(*end));
@@ -135,8 +161,9 @@ fn bounded(text: &str) -> String {
 }
 
 /// The present facts about the host. Empty if they do not fit into the message.
-fn told(host: &HostFacts) -> Vec<u8> {
-    let facts = serde_json::to_vec(&host.clone().with_memory()).unwrap_or_default();
+fn told(host: &HostFacts, compares: bool) -> Vec<u8> {
+    let host = HostFacts { compares, ..host.clone().with_memory() };
+    let facts = serde_json::to_vec(&host).unwrap_or_default();
     if facts.len() > MAX_FACTS_BYTES { Vec::new() } else { facts }
 }
 

@@ -4,13 +4,14 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 use vmferry_transport::{ChannelReader, ChannelWriter, Dialer, PeerIdentity};
-use vmferry_wire::{GuestIdentity, MAX_PROBE_BYTES, ProbeMessage, ReasonCode, Role};
+use vmferry_wire::{Compared, GuestIdentity, MAX_PROBE_BYTES, ProbeMessage, ReasonCode, Role};
 
 use super::answer::clock_us;
 use super::{HostFacts, MOST_LOAD_BYTES, Messages, send};
 use crate::config::PROTOCOL_VERSIONS;
 use crate::driver::greeting::{Purpose, greet};
 use crate::error::MigrateError;
+use crate::vmm::GuestDescription;
 
 /// Echoes that measure the round trip and the clock difference.
 const ECHOES: u64 = 16;
@@ -41,6 +42,9 @@ pub struct Probed {
     pub refusal: Option<String>,
     /// The facts about the host; empty if it does not disclose them to this host.
     pub host: HostFacts,
+    /// Whether the VMM that waits there could take the guest's machine; none if no machine was
+    /// described, or if the host does not compare machines.
+    pub compared: Option<Compared>,
     /// The link's figures; none if they were not measured because this host may send nothing there.
     pub link: Option<LinkFigures>,
 }
@@ -69,15 +73,36 @@ impl LinkFigures {
     }
 }
 
-/// Probes the host that `dialer` reaches, optionally about a `guest`, and loads the link for
-/// `load`, at most [`LOAD_TIME`](super::LOAD_TIME). `watch` is called periodically with the time
-/// spent so far and the number of bytes sent.
+/// The guest that a probe is about.
+#[derive(Clone, Copy, Debug)]
+pub enum About<'a> {
+    /// No guest: the host alone.
+    Host,
+    /// A guest of which the identity is known.
+    Guest(&'a GuestIdentity),
+    /// A guest whose machine the other host's VMM shall compare with its own.
+    Machine(&'a GuestDescription),
+}
+
+impl About<'_> {
+    fn identity(&self) -> Option<&GuestIdentity> {
+        match self {
+            Self::Host => None,
+            Self::Guest(identity) => Some(identity),
+            Self::Machine(guest) => Some(&guest.identity),
+        }
+    }
+}
+
+/// Probes the host that `dialer` reaches, and loads the link for `load`, at most
+/// [`LOAD_TIME`](super::LOAD_TIME). `watch` is called periodically with the time spent so far and
+/// the number of bytes sent.
 ///
 /// # Errors
 /// See [`ProbeError`].
 pub fn probe(
     dialer: &Dialer,
-    guest: Option<&GuestIdentity>,
+    about: About<'_>,
     load: Duration,
     watch: &mut dyn FnMut(Duration, u64),
 ) -> Result<Probed, ProbeError> {
@@ -89,13 +114,19 @@ pub fn probe(
     let purpose = Purpose::control(Role::Probe);
     greet(&mut reader, &mut writer, purpose, &PROTOCOL_VERSIONS, &peer.address)
         .map_err(not_greeted)?;
-    send(&mut writer, &ProbeMessage::Ask { guest: guest.cloned() })?;
+    send(&mut writer, &ProbeMessage::Ask { guest: about.identity().cloned() })?;
     let mut messages = Messages::new(&mut reader);
     let ProbeMessage::Tell { refusal, facts } = messages.receive()? else {
         return Err(messages.bad("it does not answer what it was asked").into());
     };
     // Facts of a newer release that this one can't parse count as no facts.
-    let host = serde_json::from_slice(&facts).unwrap_or_default();
+    let host: HostFacts = serde_json::from_slice(&facts).unwrap_or_default();
+    let compared = match about {
+        About::Machine(guest) if host.compares && refusal.is_none() => {
+            Some(compare(&mut messages, &mut writer, guest)?)
+        }
+        _ => None,
+    };
     let link = if facts.is_empty() && refusal.is_some() {
         None
     } else {
@@ -104,7 +135,7 @@ pub fn probe(
     let _ = writer.finish();
     // The peer admits the next probe before it closes the channel.
     let _ = messages.receive();
-    Ok(Probed { peer, refusal, host, link })
+    Ok(Probed { peer, refusal, host, compared, link })
 }
 
 /// A refused role is one that the peer's release does not know.
@@ -116,6 +147,19 @@ fn not_greeted(error: MigrateError) -> ProbeError {
             _ => error.into(),
         },
         _ => error.into(),
+    }
+}
+
+fn compare(
+    messages: &mut Messages<&mut ChannelReader>,
+    writer: &mut ChannelWriter,
+    guest: &GuestDescription,
+) -> Result<Compared, MigrateError> {
+    let GuestDescription { vmm, config, layout, .. } = guest.clone();
+    send(writer, &ProbeMessage::Compare { vmm, config, layout })?;
+    match messages.receive()? {
+        ProbeMessage::Compared(compared) => Ok(compared),
+        other => Err(messages.bad(&format!("{} is no answer to COMPARE", other.name()))),
     }
 }
 

@@ -32,6 +32,8 @@ pub struct HostFacts {
     pub huge_pages: Vec<HugePages>,
     /// Its libvirt, if guests of libvirt can be sent there.
     pub libvirt: Option<LibvirtFacts>,
+    /// Whether it compares machines. The engine sets this.
+    pub compares: bool,
 }
 
 /// The libvirt of a host, as its daemon reports it.

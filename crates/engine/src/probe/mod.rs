@@ -1,6 +1,6 @@
 //! Probes: asking another host about itself before a guest is sent there. A probe reports whether
-//! the host admits this host and the guest, what its machine is, how its clock differs, and how
-//! fast the link is. It starts no session and promises nothing.
+//! the host admits this host and the guest, what its machine is, whether the VMM that waits there
+//! could take the guest's machine, how its clock differs, and how fast the link is. It starts no session and promises nothing.
 //!
 //! [`probe`] asks. A destination answers in the thread that greets the connection, so that a
 //! running migration is not disturbed: one probe at a time, with bounded bytes and time.
@@ -15,8 +15,8 @@ use std::time::Duration;
 use vmferry_wire::{CONTROL_HEADER_BYTES, ProbeHeader, ProbeMessage};
 
 #[doc(hidden)]
-pub use answer::{Gate, answer};
-pub use ask::{LinkFigures, ProbeError, Probed, probe};
+pub use answer::{Comparer, Gate, answer};
+pub use ask::{About, LinkFigures, ProbeError, Probed, probe};
 pub use host::{HostFacts, HugePages, LibvirtFacts};
 
 use crate::error::MigrateError;

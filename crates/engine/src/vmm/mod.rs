@@ -295,6 +295,14 @@ pub trait DestinationVm: Send + 'static {
     /// The description does not match this host. The text is shown at both hosts.
     fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError>;
 
+    /// Compares a guest with this VMM as [`prepare`](Self::prepare) does, and changes nothing. A
+    /// [probe](crate::probe) asks this while no guest is arriving.
+    ///
+    /// `None` if the VMM can't compare them beforehand, as in the default.
+    fn would_take(&mut self, _guest: &GuestDescription) -> Option<Result<(), PrepareError>> {
+        None
+    }
+
     /// Announces the session of the guest, whose journal is in this directory. A VMM that outlives
     /// this process writes a note there, by which the next process finds it: after a restart, a
     /// guest that this host owns is run and any other is ended. The default does nothing, for a

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use vmferry::config::policy::Admission;
-use vmferry::probe::{HostFacts, LibvirtFacts, ProbeError, Probed, probe};
+use vmferry::probe::{About, HostFacts, LibvirtFacts, ProbeError, Probed, probe};
 use vmferry_proxy::{HostReport, ProxyEvent};
 use vmferry_transport::{Dialer, PeerIdentity};
 use vmferry_wire::GuestIdentity;
@@ -32,7 +32,7 @@ impl HostReport for Report {
 
 fn ask(dialer: &Dialer, guest: &str) -> Result<Probed, ProbeError> {
     let guest = GuestIdentity { uuid: uuid::Uuid::nil(), name: guest.into() };
-    probe(dialer, Some(&guest), Duration::ZERO, &mut |_, _| {})
+    probe(dialer, About::Guest(&guest), Duration::ZERO, &mut |_, _| {})
 }
 
 #[test]

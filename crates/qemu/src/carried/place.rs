@@ -9,6 +9,8 @@
 //! * QEMU listens in an inner directory, which QEMU's user owns. vmferry opens the socket there
 //!   without following links, connects to what it has opened, and checks which user the peer has.
 
+mod leftovers;
+
 use std::fs::Permissions;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -39,7 +41,8 @@ pub struct Place {
 }
 
 impl Place {
-    /// Creates one for a QEMU, below `$TMPDIR`.
+    /// Creates one for a QEMU, below `$TMPDIR`, where QEMU's user can reach it: vmferry's runtime
+    /// directory is for vmferry's user only. Removes those that killed processes have left there.
     ///
     /// # Errors
     /// System call errors.
@@ -50,12 +53,10 @@ impl Place {
 
     fn for_user(user: Option<Uid>) -> Result<Self, QemuError> {
         let failed = |source| QemuError::Local { action: "make a directory", source };
-        let directory = tempfile::Builder::new()
-            .prefix("vmferry-")
-            .permissions(Permissions::from_mode(if user.is_some() { 0o711 } else { 0o700 }))
-            .tempdir()
-            .map_err(failed)?;
-        let outer = open_directory(rustix::fs::CWD, directory.path()).map_err(failed)?;
+        let parent = std::env::temp_dir();
+        leftovers::remove_leftovers(&parent);
+        let mode = Permissions::from_mode(if user.is_some() { 0o711 } else { 0o700 });
+        let (directory, outer) = leftovers::make_directory(&parent, &mode).map_err(failed)?;
         rustix::fs::mkdirat(&outer, INNER, Mode::RWXU).map_err(|errno| failed(errno.into()))?;
         let inner = open_directory(outer.as_fd(), Path::new(INNER)).map_err(failed)?;
         if user.is_some() {

@@ -7,19 +7,20 @@ use std::path::PathBuf;
 
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
-use vmferry::{Landing, PrepareError};
+use vmferry::{GuestDescription, Landing, PrepareError};
 
 use super::QemuDestination;
 use super::memory::{compare, empty, not_ours};
 use crate::additions::Additions;
 use crate::carried::{self, Arrival, Description, Offer};
 use crate::error::QemuError;
-use crate::inventory::{self, Disk, Inventory};
+use crate::inventory::{self, Allowed, Inventory};
 use crate::machine::{self, Machine};
 use crate::proc_stat::host;
 use crate::qmp::Qmp;
-use crate::ram::{Block, Carrier};
+use crate::ram::{Block, Carrier, Ram};
 use crate::settings::Settings;
+use crate::source::VMM;
 use crate::vcpu::Vcpu;
 
 /// The source's description of itself.
@@ -31,36 +32,78 @@ struct Offered {
     blocks: Vec<Block>,
 }
 
+/// A guest that this QEMU can take.
+pub(super) struct Fitting {
+    /// The description of a carried guest; `None` for an attached one.
+    carried: Option<Description>,
+    inventory: Option<Inventory>,
+    allowed: Allowed,
+}
+
 impl QemuDestination {
-    /// Prepares this QEMU's memory to receive an attached guest.
-    pub(super) fn prepare_memory(&mut self, config: &[u8]) -> Result<Landing, PrepareError> {
-        let ram = match &self.ram {
-            Ok(ram) => ram,
-            Err(error) => {
-                let why = vmferry::chain(error);
-                let text =
-                    format!("it can't be filled from outside, as the source needs it: {why}");
-                return Err(PrepareError::Incompatible(text));
+    /// Compares a guest with this QEMU, and changes nothing.
+    pub(super) fn check(&mut self, guest: &GuestDescription) -> Result<Fitting, PrepareError> {
+        if guest.vmm != VMM && guest.vmm != carried::VMM {
+            let text = format!("the guest is one of `{}`, and this is a QEMU", guest.vmm);
+            return Err(PrepareError::Incompatible(text));
+        }
+        self.expected.check(&guest.identity)?;
+        if self.used {
+            let text = "this QEMU has had a guest already: start a new one".to_owned();
+            return Err(PrepareError::Incompatible(text));
+        }
+        let additions = Additions::of(&guest.config);
+        let carried = if guest.vmm == carried::VMM {
+            let mut offered: Description = parse(&guest.config)?;
+            compare_vcpus(&mut self.qmp, &additions, &mut offered.machine)?;
+            self.description.check(&offered)?;
+            Some(offered)
+        } else {
+            let ram = fillable(&self.ram)?;
+            let mut offered: Offered = parse(&guest.config)?;
+            compare_vcpus(&mut self.qmp, &additions, &mut offered.machine)?;
+            if let Some(difference) =
+                machine::difference(&offered.machine, &self.description.machine)
+            {
+                return Err(PrepareError::Incompatible(difference));
             }
+            compare(&offered.blocks, &ram.blocks)?;
+            must_be_other_files(&offered, ram)?;
+            None
         };
-        let mut offered: Offered = parse(config)?;
-        let additions = Additions::of(config);
-        compare_vcpus(&mut self.qmp, &additions, &mut offered.machine)?;
-        if let Some(difference) = machine::difference(&offered.machine, &self.description.machine) {
-            return Err(PrepareError::Incompatible(difference));
-        }
-        compare(&offered.blocks, &ram.blocks)?;
-        self.unknown_disks = compare_inventories(&mut self.qmp, &mut self.inventory, &additions)?;
-        if offered.host == host() {
-            let ours = || ram.carried().map(|block| block.file);
-            let theirs = offered.blocks.iter().filter(|block| block.carrier == Carrier::Vmferry);
-            for block in theirs {
-                if ours().any(|file| file == block.file) {
-                    let path = PathBuf::from(&block.name);
-                    return Err(PrepareError::Vm(QemuError::SameFile { path }.into()));
-                }
+        let Additions { inventory, allowed, .. } = additions;
+        if let Some(theirs) = &inventory {
+            let differences = self.inventory.differences(theirs, allowed);
+            if !differences.is_empty() {
+                return Err(PrepareError::Incompatible(differences.join("; ")));
             }
         }
+        Ok(Fitting { carried, inventory, allowed })
+    }
+
+    /// Prepares this QEMU to receive a guest that [fits](Self::check).
+    pub(super) fn prepare_for(
+        &mut self,
+        fitting: Fitting,
+        config: &[u8],
+    ) -> Result<Landing, PrepareError> {
+        self.unknown_disks = Vec::new();
+        if let Some(theirs) = &fitting.inventory {
+            inventory::apply(&mut self.qmp, theirs, &mut self.inventory)
+                .map_err(|error| PrepareError::Vm(QemuError::from(error).into()))?;
+            if !fitting.allowed.disks_differ {
+                self.unknown_disks = self.inventory.unknown_disks(theirs);
+            }
+        }
+        match &fitting.carried {
+            Some(offered) => self.prepare_streams(offered, config),
+            None => self.prepare_memory(),
+        }
+    }
+
+    /// Prepares this QEMU's memory to receive an attached guest.
+    fn prepare_memory(&mut self) -> Result<Landing, PrepareError> {
+        let ram = fillable(&self.ram)?;
         empty(ram, self.files.as_ref()).map_err(not_ours)?;
         // Done here, before the guest is paused.
         Settings::for_loading(&mut self.qmp)
@@ -73,12 +116,11 @@ impl QemuDestination {
     }
 
     /// Lets this QEMU receive the streams of a carried guest.
-    pub(super) fn prepare_streams(&mut self, config: &[u8]) -> Result<Landing, PrepareError> {
-        let mut offered: Description = parse(config)?;
-        let additions = Additions::of(config);
-        compare_vcpus(&mut self.qmp, &additions, &mut offered.machine)?;
-        self.description.check(&offered)?;
-        self.unknown_disks = compare_inventories(&mut self.qmp, &mut self.inventory, &additions)?;
+    fn prepare_streams(
+        &mut self,
+        offered: &Description,
+        config: &[u8],
+    ) -> Result<Landing, PrepareError> {
         if let Some(files) = &self.files {
             files.nobody_else_is_seen().map_err(not_ours)?;
         }
@@ -93,22 +135,29 @@ impl QemuDestination {
     }
 }
 
-/// Compares the source's inventory with this QEMU's, and sets here what was set there while the
-/// guest ran. Returns the disks whose contents must be compared later.
-fn compare_inventories(
-    qmp: &mut Qmp,
-    ours: &mut Inventory,
-    additions: &Additions,
-) -> Result<Vec<Disk>, PrepareError> {
-    let Some(theirs) = &additions.inventory else { return Ok(Vec::new()) };
-    let differences = ours.differences(theirs, additions.allowed);
-    if !differences.is_empty() {
-        return Err(PrepareError::Incompatible(differences.join("; ")));
+/// The memory, if it can be filled from outside.
+fn fillable(ram: &Result<Ram, QemuError>) -> Result<&Ram, PrepareError> {
+    ram.as_ref().map_err(|error| {
+        let why = vmferry::chain(error);
+        PrepareError::Incompatible(format!(
+            "it can't be filled from outside, as the source needs it: {why}"
+        ))
+    })
+}
+
+/// Checks that a source on this host has other memory files.
+fn must_be_other_files(offered: &Offered, ram: &Ram) -> Result<(), PrepareError> {
+    if offered.host != host() {
+        return Ok(());
     }
-    inventory::apply(qmp, theirs, ours)
-        .map_err(|error| PrepareError::Vm(QemuError::from(error).into()))?;
-    let differ = additions.allowed.disks_differ;
-    Ok(if differ { Vec::new() } else { ours.unknown_disks(theirs) })
+    let mut theirs = offered.blocks.iter().filter(|block| block.carrier == Carrier::Vmferry);
+    match theirs.find(|theirs| ram.carried().any(|ours| ours.file == theirs.file)) {
+        Some(block) => {
+            let path = PathBuf::from(&block.name);
+            Err(PrepareError::Vm(QemuError::SameFile { path }.into()))
+        }
+        None => Ok(()),
+    }
 }
 
 /// Checks that a QEMU's vCPUs have the features that the guest uses. Where both sides list their

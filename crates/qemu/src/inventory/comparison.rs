@@ -137,7 +137,7 @@ fn devices(pair: &Pair<'_>) -> Option<String> {
     let mut added = theirs.added.union(&ours.added);
     let kind = added.find(|kind| count(theirs, kind) != count(ours, kind))?;
     Some(format!(
-        "the source has {} devices `{kind}` and the destination {}: use the same devices",
+        "device `{kind}`: the source has {} and the destination {}: use the same devices",
         count(theirs, kind),
         count(ours, kind)
     ))

@@ -68,6 +68,17 @@ fn server_name_can_be_chosen_and_may_be_an_address() {
     assert!(matches!(error, TransportError::ServerName { .. }), "{error:?}");
 }
 
+/// Link-local addresses need a zone. Linux takes one with any IPv6 address.
+#[test]
+fn zone_of_an_address_is_not_expected_in_the_certificate() {
+    let pki = Pki::new();
+    let server = pki.host("far", &["::1"], Validity::days(1));
+    let listener = listen("tls:[::1]:0", Some(server));
+    let Address::Tls { port, .. } = listener.local_address().clone() else { unreachable!() };
+    let address = format!("tls:[::1%1]:{port}").parse().unwrap();
+    pair(&listener, &Dialer::new(address, Some(pki.local("b"))));
+}
+
 #[test]
 fn peers_without_names_are_compared_by_key() {
     let pki = Pki::new();

@@ -5,7 +5,7 @@ use vmferry_fuzz_targets::control;
 use uuid::Uuid;
 use vmferry_memory::{SlotId, SlotLayout};
 use vmferry_wire::{
-    AlgorithmSet, CONTROL_HEADER_BYTES, ControlMessage, FetchLanes, GuestIdentity, Hello,
+    AlgorithmSet, CONTROL_HEADER_BYTES, Compared, ControlMessage, FetchLanes, GuestIdentity, Hello,
     HelloReply, HelloStatus, LaneOffer, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, ProbeMessage,
     Reason, ReasonCode, Release, Role, SessionId, SessionWord, Token,
 };
@@ -77,15 +77,18 @@ fn seeds() -> Vec<(String, Vec<u8>)> {
 }
 
 /// The messages of a probe, with their numbers.
-fn probes() -> [(u8, ProbeMessage); 5] {
+fn probes() -> [(u8, ProbeMessage); 7] {
     let guest = Some(GuestIdentity { uuid: Uuid::from_u128(2), name: "web".into() });
     let facts = br#"{"kernel":"6.12"}"#.to_vec();
+    let layout = vec![SlotLayout { slot: SlotId(0), gpa: 0, pages: 32_768 }];
     [
         (32, ProbeMessage::Ask { guest }),
         (33, ProbeMessage::Tell { refusal: Some("no".into()), facts }),
         (34, ProbeMessage::Echo { nonce: 300 }),
         (35, ProbeMessage::Echoed { nonce: 300, clock_us: 1 << 50 }),
         (36, ProbeMessage::Load { filler: vec![7; 40] }),
+        (37, ProbeMessage::Compare { vmm: "qemu".into(), config: b"{}".to_vec(), layout }),
+        (38, ProbeMessage::Compared(Compared::Differs("no".into()))),
     ]
 }
 

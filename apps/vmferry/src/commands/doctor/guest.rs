@@ -5,6 +5,7 @@ use std::path::Path;
 use bytesize::ByteSize;
 use vmferry::chain;
 use vmferry::vmm::streamed::StreamedVm;
+use vmferry::{GuestDescription, SourceVm};
 use vmferry_control::{Request, call};
 use vmferry_memory::MemoryKind;
 use vmferry_qemu::{Mode, Reached};
@@ -26,6 +27,8 @@ pub struct Guest {
     pub on_kvm: Option<bool>,
     /// Its CPU model, such as `qemu64`; `None` if it sees the host's.
     pub cpu_model: Option<String>,
+    /// What a migration would tell the other host's VMM about it, if this process can read it.
+    pub machine: Option<GuestDescription>,
 }
 
 /// Checks a guest of the built-in VMM.
@@ -62,6 +65,7 @@ pub fn own(name: &str, findings: &mut Findings) -> Result<Option<Guest>, Failure
         memory_kind: text("memory_kind").parse().ok(),
         on_kvm: Some(text("guest") == "kvm"),
         cpu_model: None,
+        machine: None,
     }))
 }
 
@@ -140,15 +144,16 @@ pub fn of_qemu(qmp: &Path, findings: &mut Findings) -> Option<Guest> {
             findings.note("throttle", &object, format!("--throttle does not work: {error}"))
         }
     }
-    let (identity, memory_bytes, machine) = match &reached {
+    let (machine, memory_bytes, description) = match &reached {
         Reached::Attached(source) => {
             let bytes = source.ram().carried().map(|block| block.bytes).sum();
-            (source.identity().clone(), bytes, source.machine())
+            (source.machine(), bytes, source.describe())
         }
         Reached::Carried { source, .. } => {
-            (source.identity().clone(), source.memory_bytes(), source.machine())
+            (source.machine(), source.memory_bytes(), source.describe())
         }
     };
+    let identity = description.identity.clone();
     if identity.uuid.is_nil() {
         findings.bad(
             "identity",
@@ -159,5 +164,6 @@ pub fn of_qemu(qmp: &Path, findings: &mut Findings) -> Option<Guest> {
         );
     }
     let cpu_model = machine.cpu.clone().filter(|model| model != "host" && model != "max");
-    Some(Guest { identity, memory_bytes, memory_kind: None, on_kvm: None, cpu_model })
+    let machine = Some(description);
+    Some(Guest { identity, memory_bytes, memory_kind: None, on_kvm: None, cpu_model, machine })
 }

@@ -5,9 +5,10 @@ use std::time::Duration;
 use bytesize::ByteSize;
 use serde_json::{Value, json};
 use vmferry::chain;
-use vmferry::probe::{HostFacts, LOAD_TIME, LinkFigures, ProbeError, Probed, probe};
+use vmferry::probe::{About, HostFacts, LOAD_TIME, LinkFigures, ProbeError, Probed, probe};
 use vmferry_memory::MemoryKind;
 use vmferry_transport::Dialer;
+use vmferry_wire::{Compared, GuestIdentity};
 
 use super::guest::Guest;
 use super::host::{look_for_any_room, look_for_room};
@@ -100,14 +101,17 @@ impl Asking<'_> {
     ) -> Option<Probed> {
         let Self { to, dialer, program, options } = *self;
         let load = if options.no_load { Duration::ZERO } else { LOAD_TIME };
-        let identity = guest.map(|guest| &guest.identity);
+        let about = guest.map_or(About::Host, |guest| match &guest.machine {
+            Some(machine) => About::Machine(machine),
+            None => About::Guest(&guest.identity),
+        });
         let mut watch = |time: Duration, bytes: u64| {
             if output.is_terminal() {
                 let rate = ByteSize((bytes as f64 / time.as_secs_f64().max(1e-3)) as u64);
                 eprint!("\rmeasuring the link to {to}: {:.1} s, {rate}/s   ", time.as_secs_f64());
             }
         };
-        let asked = probe(dialer, identity, load, &mut watch);
+        let asked = probe(dialer, about, load, &mut watch);
         if output.is_terminal() && load > Duration::ZERO {
             eprintln!();
         }
@@ -120,6 +124,9 @@ impl Asking<'_> {
         };
         let name = self.name(&probed);
         look_at_admission(name, program, &probed, guest, findings);
+        if let Some(guest) = guest.filter(|guest| guest.machine.is_some()) {
+            look_at_machine(name, &guest.identity, &probed, findings);
+        }
         look_at_host(name, &probed.host, host, guest, findings);
         if let Some(link) = &probed.link {
             look_at_clock(name, link, options.tls.clock_skew, findings);
@@ -191,6 +198,33 @@ fn look_at_admission(
                 program.policy()
             ),
         ),
+    }
+}
+
+/// Whether the VMM that waits there could take the guest: the comparison with which a migration
+/// begins.
+fn look_at_machine(name: &str, guest: &GuestIdentity, probed: &Probed, findings: &mut Findings) {
+    let not_compared = "nothing is known about the machine of the QEMU that waits there";
+    match &probed.compared {
+        Some(Compared::Fits) => {
+            findings.ok("machine", name, format!("the QEMU that waits there can take {guest}"));
+        }
+        Some(Compared::Differs(why)) => findings.bad(
+            "machine",
+            Level::Error,
+            name,
+            format!("the QEMU that waits there can't take {guest}: {why}"),
+            "start the QEMU there with the same machine: docs/qemu.md has the table of what is \
+             compared",
+        ),
+        Some(Compared::Unknown(why)) => {
+            findings.note("machine", name, format!("{not_compared}: {why}"));
+        }
+        // It was reported already that the guest is not admitted there.
+        None if probed.refusal.is_some() => {}
+        None => {
+            findings.note("machine", name, format!("{not_compared}: its vmferry is too old"));
+        }
     }
 }
 

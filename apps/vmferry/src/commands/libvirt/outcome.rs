@@ -73,15 +73,16 @@ fn links(carried: &OfTarget) -> Value {
 pub fn text(stats: &Value) -> String {
     let read = recorded(stats);
     let bytes = |number: Option<f64>| ByteSize(number.unwrap_or_default() as u64);
-    let ms = |number: Option<f64>| {
-        number.map_or_else(|| "unknown".to_owned(), |number| format!("{number:.1} ms"))
-    };
+    let ms = |number: f64| format!("{number:.1} ms");
+    // A guest that moves within a second ends before a round was measured.
+    let predicted = read.predicted_downtime_ms;
+    let predicted =
+        predicted.map_or_else(String::new, |number| format!(", predicted {}", ms(number)));
     let mut text = if read.rounds.is_empty() { String::new() } else { rounds(&read.rounds) };
     let _ = writeln!(
         text,
-        "downtime {}, predicted {}\ntotal {:.0} ms, {} sent for {} of guest memory",
-        ms(read.downtime_ms),
-        ms(read.predicted_downtime_ms),
+        "downtime {}{predicted}\ntotal {:.0} ms, {} sent for {} of guest memory",
+        read.downtime_ms.map_or_else(|| "unknown".to_owned(), ms),
         read.total_ms.unwrap_or_default(),
         bytes(read.sent_bytes),
         bytes(read.memory_bytes),
@@ -168,7 +169,7 @@ mod tests {
         watch.finish(None, 800.0);
         let polled = statistics(&watch, Origin::LastPoll, 800.0, json!({}));
         assert!(polled["downtime_ms"].is_null() && polled["compression_ratio"].is_null());
-        assert!(text(&polled).contains("downtime unknown, predicted unknown"), "{}", text(&polled));
+        assert!(text(&polled).contains("downtime unknown\ntotal"), "{}", text(&polled));
         let known = statistics(&watch, Origin::Completed, 800.0, json!({}));
         assert_eq!((&known["downtime_ms"], &known["total_ms"]), (&42.into(), &800.0.into()));
         assert!(text(&known).ends_with("the guest runs at the destination"));

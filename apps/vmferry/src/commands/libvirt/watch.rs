@@ -27,6 +27,8 @@ pub struct Watch {
     last: JobStats,
     /// Since when memory is copied.
     copying_since_ms: Option<f64>,
+    /// When no memory was copied yet.
+    before_copying_ms: f64,
     predicted_downtime_ms: Option<f64>,
     forecast: Value,
 }
@@ -78,6 +80,7 @@ impl Watch {
             throttle: 0,
             last: JobStats::default(),
             copying_since_ms: None,
+            before_copying_ms: 0.0,
             predicted_downtime_ms: None,
             forecast: Value::Null,
         }
@@ -124,6 +127,8 @@ impl Watch {
                 self.predicted_downtime_ms = Some(predicted.as_secs_f64() * 1e3);
             }
             self.last = stats.clone();
+        } else {
+            self.before_copying_ms = now_ms;
         }
         let mut progress = self.progress(stats, now_ms);
         progress["event"] = json!("progress");
@@ -210,14 +215,19 @@ impl Watch {
     }
 
     fn begin_round(&mut self, stats: &JobStats, number: u64, now_ms: f64) -> Value {
-        // The first round has all pages, some of which are sent already.
-        let is_first = number == 1;
-        let pages = match is_first {
-            true => stats.number("memory_total") / stats.page_bytes(),
-            false => stats.pending_pages(),
+        // The first round has all pages. Some of them are sent already when it is first seen, and
+        // other rounds may have passed too.
+        let is_first = self.rounds.is_empty();
+        let round = if is_first {
+            let pages = stats.number("memory_total") / stats.page_bytes();
+            let began_ms = self.before_copying_ms.min(now_ms);
+            Round { number, began_ms, pages, at_start: JobStats::default() }
+        } else {
+            let pages = stats.pending_pages();
+            Round { number, began_ms: now_ms, pages, at_start: stats.clone() }
         };
-        let at_start = if is_first { JobStats::default() } else { stats.clone() };
-        self.round = Some(Round { number, began_ms: now_ms, pages, at_start });
+        let pages = round.pages;
+        self.round = Some(round);
         json!({ "event": "round-started", "round": number, "pages": pages, "paused": false })
     }
 
@@ -315,6 +325,19 @@ mod tests {
         let end = watch.finish(Some(&stats(4, 115_000, 0)), 11_000.0).unwrap();
         assert_eq!((&end["round"], &end["pages"]), (&3.into(), &5000.into()));
         assert_eq!(watch.rounds().len(), 2);
+    }
+
+    /// Three rounds have passed when libvirt reports memory for the first time.
+    #[test]
+    fn rounds_before_the_first_answer_count_as_one() {
+        let mut watch = watch(PostCopy::Off);
+        watch.observe(&JobStats::parse("Job type: 2\nmemory_total: 0\n"), 200.0);
+        let first = watch.observe(&stats(3, 110_000, 1000), 700.0);
+        assert_eq!(names(&first), ["round-started", "progress"]);
+        assert_eq!((&first[0]["round"], &first[0]["pages"]), (&3.into(), &102_400.into()));
+        let end = watch.finish(Some(&stats(4, 111_000, 0)), 1200.0).unwrap();
+        assert_eq!((&end["pages"], &end["bytes"]), (&111_000.into(), &(111_000 * 4096).into()));
+        assert_eq!(end["ms"], 1000.0);
     }
 
     #[test]

@@ -214,6 +214,10 @@ impl<V: DestinationVm> DestinationVm for Hooked<V> {
         prepared
     }
 
+    fn would_take(&mut self, guest: &GuestDescription) -> Option<Result<(), PrepareError>> {
+        self.vm.would_take(guest)
+    }
+
     fn opened(&mut self, session: SessionId, journals: &Path) -> Result<(), VmError> {
         self.session = Some(session.to_string());
         if let Some(call) = &mut self.pending {

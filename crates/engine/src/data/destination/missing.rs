@@ -60,14 +60,25 @@ impl MissingPages {
     /// the memory. The guest must not run yet, and nothing else may be placing its pages.
     ///
     /// # Errors
-    /// Errors of `register`.
+    /// Errors of `register`, and of freeing pages.
     pub fn register(
         memory: GuestMemory,
         hashes: Arc<PageHashes>,
-        missing: MissingSet,
+        missing: PageSet,
         register: impl FnOnce(&GuestMemory) -> Result<FaultRanges, MigrateError>,
     ) -> Result<Self, MigrateError> {
         let ranges = register(&memory)?;
+        free_present(&memory, &missing)?;
+        Self::of(memory, hashes, missing, ranges)
+    }
+
+    fn of(
+        memory: GuestMemory,
+        hashes: Arc<PageHashes>,
+        missing: PageSet,
+        ranges: FaultRanges,
+    ) -> Result<Self, MigrateError> {
+        let missing = MissingSet::new(missing);
         huge::hide_incomplete(&memory, &ranges, &missing)?;
         let state = Mutex::new(State {
             set: missing,
@@ -92,7 +103,7 @@ impl MissingPages {
             missing.bitmap_mut(slot.id()).set_run(0, slot.pages());
         }
         missing.subtract(&memory.populated()?);
-        let mut adopted = Self::register(memory, hashes, MissingSet::new(missing), |_| Ok(ranges))?;
+        let mut adopted = Self::of(memory, hashes, missing, ranges)?;
         adopted.state.get_mut().phase = Phase::Loaded;
         adopted.ranges.wake_all()?;
         Ok(adopted)
@@ -319,4 +330,19 @@ impl MissingPages {
     pub fn finish(&self) -> Result<(), MigrateError> {
         Ok(self.ranges.unregister()?)
     }
+}
+
+/// Frees missing pages that are there. The kernel can have made them since they were freed:
+/// khugepaged fills the holes of a huge page with zeros, until the memory is registered. Such a
+/// page would cause no fault, and the guest would read zeros.
+fn free_present(memory: &GuestMemory, missing: &PageSet) -> Result<(), MigrateError> {
+    let populated = memory.populated()?;
+    let mut present = PageSet::for_memory(memory);
+    present.set_to_intersection(&populated, missing);
+    for slot in memory.slots().iter().filter(|slot| !slot.has_huge_pages()) {
+        for (first, pages) in present.bitmap(slot.id()).runs() {
+            memory.discard(PageRun { slot: slot.id(), first, pages })?;
+        }
+    }
+    Ok(())
 }

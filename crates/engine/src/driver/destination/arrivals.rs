@@ -1,23 +1,23 @@
 //! Connections to the listening address: their greetings, and the first answers to them.
 
 use std::ops::RangeInclusive;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::Sender;
 use vmferry_transport::{ChannelCloser, ChannelReader, ChannelWriter, PeerIdentity, Pending};
 use vmferry_wire::{
-    ControlMessage, HelloStatus, LaneOffer, Reason, ReasonCode, Release, Role, SessionId,
+    Compared, ControlMessage, HelloStatus, LaneOffer, Reason, ReasonCode, Release, Role, SessionId,
     SessionWord, Token,
 };
 
 use super::notice::Notice;
-
 use crate::config::policy::Admission;
 use crate::driver::greeting::{Versions, answer, read_hello};
 use crate::error::MigrateError;
 use crate::link::{ANSWER_TIMEOUT, ControlReader, ControlWriter, Speaker};
 use crate::probe;
-use crate::probe::{Gate, HostFacts};
+use crate::probe::{Comparer, Gate, HostFacts};
+use crate::vmm::GuestDescription;
 
 /// A greeted connection.
 pub struct Connection {
@@ -115,6 +115,13 @@ pub enum Arrival {
     },
     /// One or more connections that were turned away.
     TurnedAway(Notice),
+    /// A probe asks whether the waiting VMM could take this machine.
+    Compare {
+        /// The guest.
+        guest: GuestDescription,
+        /// Receives the answer.
+        answer: Sender<Compared>,
+    },
 }
 
 /// Answers this host's [probes](crate::probe).
@@ -124,6 +131,22 @@ pub struct Probes {
     pub gate: Gate,
     /// The facts about this host.
     pub host: HostFacts,
+}
+
+/// Asks the thread that has the VMM to compare a machine with it.
+pub fn compare(
+    arrivals: Option<&Sender<Arrival>>,
+    guest: GuestDescription,
+    timeout: Duration,
+) -> Compared {
+    let deadline = Instant::now() + timeout;
+    let (answer, answers) = crossbeam_channel::bounded(1);
+    let question = Arrival::Compare { guest, answer };
+    if arrivals.is_none_or(|arrivals| arrivals.send_deadline(question, deadline).is_err()) {
+        return Compared::Unknown("nothing listens there for guests now".into());
+    }
+    let busy = |_| Compared::Unknown("the VMM there is busy with another guest".into());
+    answers.recv_deadline(deadline).unwrap_or_else(busy)
 }
 
 impl Arrival {
@@ -139,15 +162,15 @@ impl Arrival {
                 // If the timeout can't be set on this descriptor, the answer fails.
                 let _ = connection.writer.set_timeout(Some(ANSWER_TIMEOUT));
             }
-            Self::TurnedAway(_) => {}
+            Self::TurnedAway(_) | Self::Compare { .. } => {}
         }
     }
 }
 
 /// Authenticates a connection and reads its greeting, with `timeout` for each step; the caller
 /// bounds the total. A source for which `policy` has no rule is refused. `versions` are the
-/// protocol versions that this side speaks. A probe is answered here and does not result in an
-/// arrival.
+/// protocol versions that this side speaks. A probe is answered here, with the help of `comparer`,
+/// and does not result in an arrival.
 ///
 /// # Errors
 /// The peer's error or violation of the protocol.
@@ -157,6 +180,7 @@ pub fn receive_greeting(
     versions: &RangeInclusive<u16>,
     policy: Option<&dyn Admission>,
     probes: &Probes,
+    comparer: Comparer<'_>,
 ) -> Result<Option<Arrival>, MigrateError> {
     let channel = pending.handshake(timeout)?;
     let (peer, closer) = (channel.peer().clone(), channel.closer());
@@ -202,7 +226,7 @@ pub fn receive_greeting(
             };
             reply(&mut connection, HelloStatus::Ok, 0)?;
             let Connection { reader, writer, peer, .. } = &mut connection;
-            probe::answer(reader, writer, peer, policy, &probes.host, pass)?;
+            probe::answer(reader, writer, peer, policy, &probes.host, Some(comparer), pass)?;
             return Ok(None);
         }
         Role::Stream | Role::Other(_) => {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::Listener;
-use vmferry_wire::{GuestIdentity, HelloStatus, ReasonCode, SessionId};
+use vmferry_wire::{Compared, GuestIdentity, HelloStatus, ReasonCode, SessionId};
 
 use super::arrivals::{Arrival, Connection, give_word, turn_away};
 use super::notice::Notice;
@@ -17,7 +17,7 @@ use crate::config::DestinationConfig;
 use crate::error::MigrateError;
 use crate::machine::destination::io::Ending;
 use crate::stats::DestinationStats;
-use crate::vmm::DestinationVm;
+use crate::vmm::{DestinationVm, GuestDescription, PrepareError};
 
 /// The result of receiving.
 pub enum Received<V> {
@@ -112,11 +112,12 @@ pub fn receive<V: DestinationVm>(
             return Received::Nothing { vm, error: MigrateError::no_thread(source) };
         }
     };
+    let directory = &config.journal_directory;
     let mut successor = None;
     loop {
         let connection = match successor.take() {
             Some(connection) => connection,
-            None => match await_source(&reception, &config.journal_directory, stop, watch) {
+            None => match await_source(&mut vm, &reception, directory, stop, watch) {
                 Ok(connection) => connection,
                 Err(error) => return Received::Nothing { vm, error },
             },
@@ -162,6 +163,7 @@ pub fn receive<V: DestinationVm>(
 
 /// Waits for a source that wants to migrate a guest, and answers all other connections.
 fn await_source(
+    vm: &mut impl DestinationVm,
     reception: &Reception,
     directory: &std::path::Path,
     stop: &Stop,
@@ -172,6 +174,10 @@ fn await_source(
             recv(reception.arrivals) -> arrival => match arrival {
                 Ok(Arrival::Control(connection)) => return Ok(connection),
                 Ok(Arrival::TurnedAway(notice)) => watch(&notice),
+                Ok(Arrival::Compare { guest, answer }) => {
+                    // The peer may have stopped waiting.
+                    let _ = answer.send(compare(vm, &guest));
+                }
                 Ok(other) => {
                     if let Some(notice) = answer_idle(other, directory, HelloStatus::Busy) {
                         reception.tell_of(&notice);
@@ -186,6 +192,16 @@ fn await_source(
                 return Err(MigrateError::Cancelled { during: "the wait for a source" });
             }
         }
+    }
+}
+
+/// Answers a probe's question about a machine.
+fn compare(vm: &mut impl DestinationVm, guest: &GuestDescription) -> Compared {
+    match vm.would_take(guest) {
+        None => Compared::Unknown("the VMM there compares no machines beforehand".into()),
+        Some(Ok(())) => Compared::Fits,
+        Some(Err(PrepareError::Vm(error))) => Compared::Unknown(chain(&*error)),
+        Some(Err(differs)) => Compared::Differs(chain(&differs)),
     }
 }
 
@@ -282,5 +298,10 @@ fn answer_idle(
             answered.err().map(|error| Notice::turned_away(&peer, &error))
         }
         Arrival::TurnedAway(notice) => Some(notice),
+        Arrival::Compare { answer, .. } => {
+            // The peer may have stopped waiting.
+            let _ = answer.send(Compared::Unknown("a guest runs there already".into()));
+            None
+        }
     }
 }

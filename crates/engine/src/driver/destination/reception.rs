@@ -30,13 +30,14 @@ use vmferry_transport::{Listener, ListenerCloser, Pending};
 use self::complaints::Complaints;
 use self::greetings::Greetings;
 use self::room::{Origin, Room, Waiting};
-use super::arrivals::{Arrival, Probes, receive_greeting};
+use super::arrivals::{Arrival, Probes, compare, receive_greeting};
 use super::notice::Notice;
 use crate::causes::chain;
 use crate::config::DestinationConfig;
 use crate::config::policy::Admission;
 use crate::error::MigrateError;
 use crate::probe::Gate;
+use crate::vmm::GuestDescription;
 
 /// Connections that may be silent at the same time. A source's channels send data at once, so they
 /// are hardly ever among these.
@@ -260,7 +261,12 @@ impl Shared {
         let spawned = std::thread::Builder::new().name("greet".into()).spawn(move || {
             let policy = shared.policy.as_deref();
             let (patience, versions) = (shared.patience, &shared.versions);
-            let greeted = receive_greeting(pending, patience, versions, policy, &shared.probes);
+            let comparer = |guest: GuestDescription, timeout: Duration| {
+                let arrivals = shared.state.lock().arrivals.clone();
+                compare(arrivals.as_ref(), guest, timeout)
+            };
+            let probes = &shared.probes;
+            let greeted = receive_greeting(pending, patience, versions, policy, probes, &comparer);
             shared.finish(number, origin, name, greeted);
         });
         if let Err(error) = spawned {

@@ -131,3 +131,47 @@ fn place_for_the_same_user_is_private_to_that_user() {
     drop(place);
     assert!(!path.exists());
 }
+
+#[test]
+fn directory_of_a_killed_process_is_removed_and_no_other_one_is() {
+    let parent = tempfile::tempdir().unwrap();
+    let mode = Permissions::from_mode(0o711);
+    let make = || leftovers::make_directory(parent.path(), &mode).unwrap();
+    let (used, _lock) = make();
+    // A killed process runs no destructors, and the kernel closes its files.
+    let left = make().0.keep();
+    std::fs::create_dir(left.join(INNER)).unwrap();
+    drop(UnixListener::bind(left.join(INNER).join(SOCKET)).unwrap());
+    let of_another_user = make().0.keep();
+    std::os::unix::fs::chown(&of_another_user, Some(USER), None).unwrap();
+    let of_another_name = tempfile::tempdir_in(parent.path()).unwrap();
+    let target = tempfile::tempdir().unwrap();
+    let linked = parent.path().join("vmferry-qemu-link");
+    symlink(target.path(), &linked).unwrap();
+
+    leftovers::remove_leftovers(parent.path());
+    assert!(!left.exists());
+    for kept in [used.path(), &of_another_user, of_another_name.path(), &linked, target.path()] {
+        assert!(kept.exists(), "{}", kept.display());
+    }
+}
+
+/// Processes that start at the same time do not take each other's new directories away.
+#[test]
+fn new_directories_survive_the_search_for_leftovers() {
+    let parent = tempfile::tempdir().unwrap();
+    let mode = Permissions::from_mode(0o711);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..500 {
+                    leftovers::remove_leftovers(parent.path());
+                    let (directory, _lock) =
+                        leftovers::make_directory(parent.path(), &mode).unwrap();
+                    std::fs::write(directory.path().join(SOCKET), "").unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
+}

@@ -64,7 +64,7 @@ fn each_row_finds_its_difference_alone() {
         (|it| *it.topology.get_mut("maxcpus").unwrap() = 4, "maxcpus=4 and the destination maxc"),
         (|it| *it.blocks.get_mut("vga.vram").unwrap() = 32 << 20, "32 MiB of memory in `vga.vram`"),
         (|it| _ = it.blocks.remove("vga.vram"), "nothing of memory in `vga.vram`"),
-        (|it| _ = it.devices.remove("usb-tablet"), "0 devices `usb-tablet`"),
+        (|it| _ = it.devices.remove("usb-tablet"), "device `usb-tablet`: the source has 0"),
         (|it| it.disks[1].device = "other".into(), "has no disk device `other`"),
         (|it| drop(it.disks.pop()), "the source has no disk device `disk`"),
         (|it| it.disks[1].medium = None, "which can't be ejected"),

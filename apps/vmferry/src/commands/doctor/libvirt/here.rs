@@ -164,6 +164,7 @@ fn look_at_guest(
     look_at_devices(&object, &definition, findings);
     disks::look(&definition.disks, findings);
     Ok(Some(Guest {
+        machine: None,
         identity: domain.identity.clone(),
         memory_bytes: domain.memory_bytes,
         memory_kind: definition.has_huge_pages.then_some(MemoryKind::Hugetlb),

@@ -16,7 +16,6 @@ use super::counts::FetchCounts;
 use super::lanes::FetchLanes;
 use super::*;
 use crate::config::compression::CompressionConfig;
-use crate::data::destination::missing::MissingSet;
 use crate::data::source::chooser::Chooser;
 use crate::data::source::page_encoder::PageEncoder;
 use crate::data::source::page_server::{BackgroundWay, FetchLaneContext, PageServer, Served};
@@ -90,10 +89,12 @@ impl Scene {
             }
         }
         let hashes = Arc::new(PageHashes::for_memory(&destination));
-        let missing =
-            MissingPages::register(destination.clone(), hashes, MissingSet::new(missing), |all| {
-                Ok(FaultRanges::register(all, 2)?)
-            });
+        let missing = MissingPages::register(destination.clone(), hashes, missing, |all| {
+            // As khugepaged does with the holes of a huge page until the memory is registered.
+            let page = (0..PAGES).find(|page| page % 3 != 2 && is_missing(*page)).unwrap();
+            all.write_at(page * PAGE, &[0; PAGE_SIZE]).unwrap();
+            Ok(FaultRanges::register(all, 2)?)
+        });
         let (sender, results) = crossbeam_channel::unbounded();
         let mut lanes = FetchLanes::new(FAULTS, Announced { faults: 1, background: 1 });
         lanes.start(missing.unwrap(), sender, CpuMeter::default()).unwrap();

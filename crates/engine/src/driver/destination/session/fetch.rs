@@ -15,7 +15,7 @@ use crate::config::DestinationConfig;
 use crate::data::destination::fetch::handle::FetchHandle;
 use crate::data::destination::fetch::lanes::FetchLanes;
 use crate::data::destination::late_lanes::LateLanes;
-use crate::data::destination::missing::{MissingPages, MissingSet};
+use crate::data::destination::missing::MissingPages;
 use crate::data::destination::target::Target;
 use crate::data::tunnel::TunnelEnd;
 use crate::driver::destination::notice::Notice;
@@ -83,8 +83,8 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 return Err(MigrateError::protocol("control", 0, reason));
             }
         };
-        let (target, set) = (target.clone(), MissingSet::new(missing));
-        let missing = MissingPages::register(target.memory, target.hashes, set, |memory| {
+        let target = target.clone();
+        let missing = MissingPages::register(target.memory, target.hashes, missing, |memory| {
             self.vm.register_faults(memory).map_err(|source| MigrateError::Vm {
                 action: "register its memory for missing pages",
                 source,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmferry_transport::ChannelReader;
-use vmferry_wire::{ControlMessage, HelloStatus, Token};
+use vmferry_wire::{Compared, ControlMessage, HelloStatus, Token};
 
 use super::{FromControl, Link, Session};
 use crate::config::DestinationConfig;
@@ -80,6 +80,10 @@ impl<V: DestinationVm> Session<'_, V> {
             }
             // It was already reported.
             Arrival::TurnedAway(_) => {}
+            Arrival::Compare { answer, .. } => {
+                // The peer may have stopped waiting.
+                let _ = answer.send(Compared::Unknown("another guest is arriving there".into()));
+            }
         }
         Input::Tick
     }
