@@ -62,7 +62,9 @@ impl Lab {
         let path = directory.path();
         let pki = path.join("pki").display().to_string();
         run(Command::new(&vmferry).args(["pki", "init", "--dir", &pki]))?;
-        let policy = "[[allow]]\nsource = \"spiffe://vmferry/host/host-*\"\nguests = [\"*\"]\n";
+        // The guest's beats come out at a socket of its second serial device.
+        let policy = "[[allow]]\nsource = \"spiffe://vmferry/host/host-*\"\nguests = [\"*\"]\n\
+                      [allow.definition]\ndirectories = [\"/run\"]\n";
         std::fs::write(path.join("policy.toml"), policy)?;
         let host = |name: &str, address: Ipv4Addr, network: PathBuf| -> anyhow::Result<Host> {
             let tls = path.join(name).display().to_string();

@@ -41,6 +41,11 @@ pub enum SocketOrder {
         /// Its name: the peers' name for this host.
         name: String,
     },
+    /// Remove a directory of guests that arrive if it is empty. No connection uses it any more.
+    RemoveIncoming {
+        /// Its name.
+        name: String,
+    },
     /// Make a socket, and listen. The answer has its descriptor and its file.
     Listen(Entrance),
     /// Remove the file of a socket that was made by `Listen`.

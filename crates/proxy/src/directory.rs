@@ -23,6 +23,9 @@ use crate::error::ProxyError;
 /// The most directories of peers and of names that peers have for this host.
 const MAX_DIRECTORIES: usize = 1024;
 
+/// The mode of a directory of guests that arrive.
+const INCOMING_MODE: u32 = 0o700;
+
 /// Who may connect to a socket that the daemon makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
@@ -83,12 +86,40 @@ pub fn make_outgoing(base: &Path, name: &str) -> Result<PathBuf, ProxyError> {
 /// As [`make_outgoing`].
 pub fn make_incoming(base: &Path, name: &str, qemu: Owner) -> Result<PathBuf, ProxyError> {
     let failed = |problem| ProxyError::Directory { path: base.to_owned(), problem };
-    // The name is the peer's choice, and directories are never removed.
+    // The name is the peer's choice, and a directory with files of others is not removed.
     let found = fs::read_dir(base).map_err(|error| failed(error.to_string()))?.count();
     if found >= MAX_DIRECTORIES && fs::symlink_metadata(base.join(name)).is_err() {
         return Err(failed(format!("it has {found} directories already")));
     }
-    make(base, name, qemu, 0o700)
+    make(base, name, qemu, INCOMING_MODE)
+}
+
+/// Removes a directory of [`make_incoming`] if it is empty. Sockets in it may be those of QEMUs
+/// that run, which must not be connected to: QEMU would take that for a channel of its migration.
+///
+/// # Errors
+/// [`ProxyError::Name`], or [`ProxyError::Directory`] with the system's error.
+pub fn remove_incoming(base: &Path, name: &str, qemu: Owner) -> Result<(), ProxyError> {
+    if !is_plain_name(name) {
+        return Err(ProxyError::Name { name: name.to_owned() });
+    }
+    let path = base.join(name);
+    let failed =
+        |error: io::Error| ProxyError::Directory { path: path.clone(), problem: error.to_string() };
+    let metadata = match fs::symlink_metadata(&path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        metadata => metadata.map_err(failed)?,
+    };
+    let is_made = metadata.is_dir()
+        && (metadata.uid(), metadata.gid()) == (qemu.uid, qemu.gid)
+        && metadata.mode() & 0o777 == INCOMING_MODE;
+    if !is_made {
+        return Ok(());
+    }
+    match fs::remove_dir(&path) {
+        Err(error) if error.kind() != io::ErrorKind::DirectoryNotEmpty => Err(failed(error)),
+        _ => Ok(()),
+    }
 }
 
 fn make(base: &Path, name: &str, owner: Owner, mode: u32) -> Result<PathBuf, ProxyError> {
@@ -278,6 +309,24 @@ mod tests {
         let more = make_incoming(base.path(), "more", own());
         assert!(matches!(more, Err(ProxyError::Directory { .. })), "{more:?}");
         make_incoming(base.path(), "7", own()).unwrap();
+    }
+
+    #[test]
+    fn only_an_empty_directory_of_arrivals_is_removed() {
+        let base = tempfile::tempdir().unwrap();
+        let remove = |name| remove_incoming(base.path(), name, own());
+        make_incoming(base.path(), "a", own()).unwrap();
+        let left = UnixListener::bind(base.path().join("a/web.mig")).unwrap();
+        make_outgoing(base.path(), "host-b").unwrap();
+        for name in ["a", "host-b", "none"] {
+            remove(name).unwrap();
+        }
+        assert!(base.path().join("a/web.mig").exists() && base.path().join("host-b").exists());
+        drop(left);
+        fs::remove_file(base.path().join("a/web.mig")).unwrap();
+        remove("a").unwrap();
+        assert!(!base.path().join("a").exists());
+        assert!(matches!(remove("../x"), Err(ProxyError::Name { .. })));
     }
 
     #[test]

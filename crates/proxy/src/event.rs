@@ -154,6 +154,17 @@ pub enum ProxyEvent {
         /// Why.
         reason: String,
     },
+    /// A session of an earlier daemon can't be led yet. libvirt's connection stays open, and its
+    /// guest paused, until another attempt succeeds.
+    NotTakenOver {
+        /// The session.
+        session: String,
+        /// Why.
+        reason: String,
+        /// The time until the next attempt.
+        #[serde(rename = "again_in_ms", serialize_with = "as_millis")]
+        again_in: Duration,
+    },
     /// The process that keeps connections had ended, and was started again.
     KeeperRestarted {
         /// The connections that it was given.
@@ -231,6 +242,12 @@ impl fmt::Display for ProxyEvent {
                 f,
                 "the word about guest {guest} can't be written, and is tried again (session \
                  {session}): {reason}"
+            ),
+            Self::NotTakenOver { session, reason, again_in } => write!(
+                f,
+                "session {session} of an earlier daemon can't be taken over: {reason}. Its guest \
+                 stays paused here, and libvirt's connection open; the next attempt is in {:.1} s",
+                again_in.as_secs_f64()
             ),
             Self::KeeperRestarted { connections } => write!(
                 f,

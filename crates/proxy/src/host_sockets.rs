@@ -186,6 +186,10 @@ impl HostAccess for HostSockets {
                 let places = self.of_arrivals(name)?;
                 directory::make_incoming(&places.directory, name, places.qemu)?;
             }
+            SocketOrder::RemoveIncoming { name } => {
+                let places = self.of_arrivals(name)?;
+                directory::remove_incoming(&places.directory, name, places.qemu)?;
+            }
             SocketOrder::CheckFree { directory, file } => {
                 let places = self.of_arrivals(directory)?;
                 if !is_plain_name(file) {
@@ -242,6 +246,8 @@ mod tests {
             SocketOrder::MakeOutgoing { peer: c() },
             SocketOrder::MakeIncoming { name: b() },
             SocketOrder::MakeIncoming { name: up() },
+            SocketOrder::RemoveIncoming { name: b() },
+            SocketOrder::RemoveIncoming { name: up() },
             SocketOrder::Listen(Entrance::Libvirt { peer: c() }),
             SocketOrder::Listen(Entrance::Migration { peer: c(), file: "web".into() }),
             SocketOrder::Listen(Entrance::Migration { peer: b(), file: up() }),

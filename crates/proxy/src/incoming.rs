@@ -164,7 +164,7 @@ fn greet(
         return None;
     }
     if let Target::Judge(guest) = &opening.target {
-        judging::answer(shared, &peer, guest, (reader, writer));
+        judging::answer(shared, &peer, guest, (reader, writer), closer);
         return None;
     }
     let entry = match find_or_begin(shared, &peer, &hello, &opening) {
@@ -245,7 +245,7 @@ fn connect(shared: &Arc<Shared>, peer: &PeerIdentity, target: &Target) -> Result
             Err("it is a question and no stream".into())
         }
         Target::Socket { directory, file } => {
-            if !shared.migrations.may_open(peer, directory, file) {
+            if !shared.migrations.sockets.may_open(peer, directory, file) {
                 return Err(format!("no guest that was announced by this host uses {target}"));
             }
             plain(shared, Exit::Qemu { directory: directory.clone(), file: file.clone() })

@@ -13,13 +13,16 @@ use std::time::Duration;
 
 use vmferry::MigrateError;
 use vmferry_handover::GuestIdentity;
-use vmferry_transport::{ChannelReader, ChannelWriter, Dialer, PeerIdentity, TransportError};
+use vmferry_transport::{
+    Channel, ChannelCloser, ChannelReader, ChannelWriter, Dialer, PeerIdentity, TransportError,
+};
 use vmferry_wire::{Reason, ReasonCode, Token};
 
 use crate::definition::{Definition, Judgment, Objection};
 use crate::event::ProxyEvent;
 use crate::proxy::Shared;
 use crate::records::{Answer, Target, ask};
+use crate::time_limit::TimeLimit;
 
 /// The longest definition, in bytes: as in a Prepare.
 const MAX_DEFINITION_BYTES: u32 = 4 << 20;
@@ -27,8 +30,9 @@ const MAX_DEFINITION_BYTES: u32 = 4 << 20;
 /// The longest answer, in bytes.
 const MAX_ANSWER_BYTES: u32 = 1 << 20;
 
-/// How long a host waits for the answer. `virsh` there may take its time.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+/// The longest time from the question to the end of the answer, on both hosts. `virsh` there may
+/// take its time.
+const TIME: Duration = Duration::from_secs(60);
 
 /// Asks the daemon that `dialer` reaches what its policy does not permit in a guest's definition.
 /// `None` if the daemon is of a release that judges no definitions.
@@ -40,15 +44,36 @@ pub fn ask_to_judge(
     guest: &GuestIdentity,
     xml: &str,
 ) -> Result<Option<Vec<Objection>>, MigrateError> {
+    let address = dialer.address.to_string();
+    let lost = |error| MigrateError::from(TransportError::from_io(error, &address));
+    let channel = dialer.connect()?;
+    let limit = TimeLimit::start(channel.closer(), TIME).map_err(lost)?;
+    let asked = ask_on(channel, dialer.connect_timeout, guest, xml);
+    match asked {
+        // The end of the channel is no answer then.
+        Ok(None) | Err(_) if limit.is_over() => {
+            let what = "an answer about the guest's definition";
+            Err(TransportError::TimedOut { peer: dialer.address.to_string(), what }.into())
+        }
+        asked => asked,
+    }
+}
+
+fn ask_on(
+    channel: Channel,
+    write_timeout: Duration,
+    guest: &GuestIdentity,
+    xml: &str,
+) -> Result<Option<Vec<Objection>>, MigrateError> {
     let refused = |code, text: &str| {
         let reason = Reason::new(code, text);
         MigrateError::Refused { peer: "destination", reason }
     };
-    let address = dialer.address.to_string();
+    let address = channel.peer().address.clone();
     let lost = |error| MigrateError::from(TransportError::from_io(error, &address));
-    let (mut reader, mut writer) = dialer.connect()?.split();
-    writer.set_timeout(Some(dialer.connect_timeout))?;
-    reader.set_timeout(Some(ANSWER_TIMEOUT))?;
+    let (mut reader, mut writer) = channel.split();
+    writer.set_timeout(Some(write_timeout))?;
+    reader.set_timeout(Some(TIME))?;
     ask(&mut writer, Token([0; 16]), Target::Judge(guest.clone())).map_err(lost)?;
     // A daemon that does not know the question closes the connection.
     let sent = write_text(&mut writer, xml.as_bytes());
@@ -81,8 +106,14 @@ pub(crate) fn answer(
     peer: &PeerIdentity,
     guest: &GuestIdentity,
     (mut reader, mut writer): (ChannelReader, ChannelWriter),
+    closer: ChannelCloser,
 ) {
-    let judged = judge(shared, peer, guest, &mut reader);
+    // Kept until the answer is written.
+    let limit = TimeLimit::start(closer, TIME);
+    let judged = match &limit {
+        Ok(_) => judge(shared, peer, guest, &mut reader),
+        Err(error) => Err(format!("the system can't create a thread: {error}")),
+    };
     // The peer may have gone.
     let _ = match judged {
         Ok(objections) => {
@@ -109,7 +140,9 @@ fn judge(
     if let Some(policy) = &config.policy {
         policy.check_source(peer).and_then(|()| policy.check_guest(peer, guest))?;
     }
-    let text = read_text(reader, MAX_DEFINITION_BYTES).map_err(|error| error.to_string())?;
+    let text = read_text(reader, MAX_DEFINITION_BYTES).map_err(|error| {
+        format!("its definition was not received whole within {} s: {error}", TIME.as_secs())
+    })?;
     let xml = String::from_utf8(text).map_err(|_| "the definition is no text".to_owned())?;
     let judged = Definition { guest: &guest.name, xml: Some(&xml), cookie: None };
     let judgment = Judgment::new(shared, peer, guest)?;
@@ -139,6 +172,8 @@ fn read_text(reader: &mut impl Read, most: u32) -> io::Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
+    use vmferry_transport::Listener;
+
     use super::*;
 
     #[test]
@@ -149,5 +184,31 @@ mod tests {
         assert!(read_text(&mut &bytes[..], 8).is_err());
         assert!(read_text(&mut &bytes[..bytes.len() - 1], 9).is_err());
         assert!(read_text(&mut &[255; 4][..], MAX_DEFINITION_BYTES).is_err());
+    }
+
+    /// Each byte comes in time, and never the last one.
+    #[test]
+    fn text_that_comes_byte_by_byte_ends_with_the_time_limit() {
+        let listener = Listener::bind(&"tcp:127.0.0.1:0".parse().unwrap(), None).unwrap();
+        let dialer = Dialer::new(listener.local_address().clone(), None);
+        let sending = std::thread::spawn(move || {
+            let (_reader, mut writer) = dialer.connect().unwrap().split();
+            writer.write_all(&MAX_DEFINITION_BYTES.to_le_bytes()).unwrap();
+            let mut sent = 0u32;
+            while writer.write_all(b"x").and_then(|()| writer.flush()).is_ok() {
+                sent += 1;
+                // Slow enough that the text is not whole within hours.
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            sent
+        });
+        let pending = listener.accept().unwrap().unwrap();
+        let channel = pending.handshake(TIME).unwrap();
+        let limit = TimeLimit::start(channel.closer(), Duration::from_millis(200)).unwrap();
+        let (mut reader, _writer) = channel.split();
+        reader.set_timeout(Some(TIME)).unwrap();
+        assert!(read_text(&mut reader, MAX_DEFINITION_BYTES).is_err());
+        assert!(limit.is_over());
+        assert!(sending.join().unwrap() < MAX_DEFINITION_BYTES);
     }
 }

@@ -14,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 mod access;
+mod arrival_directories;
 mod config;
 pub mod definition;
 mod directory;
@@ -36,6 +37,7 @@ mod receive;
 mod records;
 mod refusals;
 pub mod stream;
+mod time_limit;
 
 pub use access::{Entrance, Exit, HostAccess, SocketDone, SocketFile, SocketOrder};
 pub use config::{Forward, ForwardExit, ForwardSource, Owner, Peer, ProxyConfig, is_plain_name};

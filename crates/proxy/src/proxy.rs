@@ -18,6 +18,7 @@ use vmferry_transport::{Address, ListenerCloser, PeerIdentity, RateLimiter};
 use vmferry_wire::Token;
 
 use crate::access::HostAccess;
+use crate::arrival_directories::ArrivalDirectories;
 use crate::config::ProxyConfig;
 use crate::entrances::Entrances;
 use crate::error::ProxyError;
@@ -42,7 +43,7 @@ const MAX_STREAMS_OF_ONE: usize = 256;
 
 /// A running proxy. Dropping it ends all streams.
 pub struct Proxy {
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
     entrances: Mutex<Entrances>,
     address: Address,
     closer: ListenerCloser,
@@ -65,6 +66,8 @@ pub(crate) struct Shared {
     pub ending: AtomicBool,
     /// Holds connections if this daemon dies.
     pub keeper: Option<Keeper>,
+    /// Where QEMUs of guests that arrive make sockets.
+    pub arrival_directories: Arc<ArrivalDirectories>,
     /// Guests on their way.
     pub migrations: Migrations,
     /// What probes of other hosts are answered with.

@@ -110,7 +110,7 @@ pub fn difference(theirs: &Machine, ours: &Machine) -> Option<String> {
         ));
     }
     only(ours, theirs).map(|device| {
-        format!("the source has no `{device}` as the destination: use the same devices")
+        format!("the source lacks the destination's `{device}`: use the same devices")
     })
 }
 
@@ -189,7 +189,10 @@ mod tests {
             says(machine("q35", 2, &["a at 1", "b at 2", "c at 3"]))
                 .contains("lacks the source's `c at 3`")
         );
-        assert!(says(machine("q35", 2, &["a at 1"])).contains("has no `b at 2`"));
+        assert!(
+            says(machine("q35", 2, &["a at 1"]))
+                .contains("source lacks the destination's `b at 2`")
+        );
         let behind = |places: &[&str]| machine("q35", 2, places);
         let booted = behind(&["a at 01:00.0", "a at 02:00.0"]);
         assert_eq!(difference(&booted, &behind(&["a at 00:00.0", "a at 00:00.0"])), None);

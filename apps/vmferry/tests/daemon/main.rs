@@ -1,6 +1,7 @@
 //! `vmferry daemon` between hosts with real libvirt daemons: an unmodified `virsh migrate` goes
 //! through it.
 
+mod absent;
 mod cut;
 mod doubt;
 mod killed;

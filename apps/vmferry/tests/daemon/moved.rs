@@ -2,6 +2,7 @@
 
 use vmferry_libvirt_lab::{Domain, ImageFormat, LibvirtVersion};
 
+use crate::phases::wait_until;
 use crate::support::{Hosts, linux, must_succeed};
 
 #[test]
@@ -17,6 +18,11 @@ fn linux_guest_moves_there_and_back_with_libvirt_9_0() {
     let finished = |event: &serde_json::Value| event["event"] == "finished";
     let event = hosts.b.daemon().wait_for("finishes", finished);
     assert_eq!((&event["guest"], &event["error"]), (&"web".into(), &serde_json::Value::Null));
+    // QEMU has removed its socket, and no connection uses the directory any more.
+    for (host, name) in [(&hosts.a, "host-a"), (&hosts.b, "host-b")] {
+        let directory = host.libvirt.path("/run/vmferry-peers").join(name);
+        wait_until("removes the directory of arrivals", || !directory.exists());
+    }
 }
 
 #[test]

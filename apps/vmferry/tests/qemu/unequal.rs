@@ -34,7 +34,7 @@ const REFUSED: [(&str, &str, &str); 9] = [
     ("sockets=2,cores=2", "sockets=1,cores=4", "has cores=2 and the destination cores=4"),
     ("vgamem_mb=16", "vgamem_mb=32", "32 MiB"),
     ("usb-tablet", "usb-mouse", "device `usb-mouse`: the source has 0 and the destination 1"),
-    ("=optical", "=other", "has no disk device `optical`"),
+    ("=optical", "=other", "lacks the source's disk device `optical`"),
     ("IMAGES/disk,", "IMAGES/disk,readonly=on,", "is writable at the source and read-only"),
     ("file=IMAGES/disk,", "file=IMAGES/copy,", "which is another one"),
     (

@@ -239,6 +239,17 @@ impl RoundTracker {
         self.lanes.iter().map(|lane| lane.last_end).collect()
     }
 
+    /// The first lane of which the destination claims to have placed more than was sent, with both
+    /// sequence numbers. Known once the lane has sent all of its round.
+    #[must_use]
+    pub fn placed_unsent(&self) -> Option<(u8, u64, u64)> {
+        let mut lanes = (0..).zip(&self.lanes).filter(|_| self.open);
+        lanes.find_map(|(number, lane)| {
+            let end = lane.end.filter(|end| lane.placed > *end)?;
+            Some((number, lane.placed, end))
+        })
+    }
+
     /// Returns the round's statistics once, when all of it is placed.
     pub fn finish(&mut self, now: Duration) -> Option<RoundStats> {
         let placed = self.lanes.iter().all(|lane| lane.end.is_some_and(|end| lane.placed >= end));
@@ -263,6 +274,18 @@ impl RoundTracker {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn frames_that_were_not_sent_can_not_be_placed() {
+        let mut rounds = RoundTracker::new(2);
+        rounds.start(RoundStart::default());
+        assert!(rounds.placed(1, u64::MAX));
+        assert_eq!(rounds.placed_unsent(), None, "lane 1 may have sent that many");
+        rounds.sent(0, 4, LaneTotals::default());
+        rounds.placed(0, 4);
+        rounds.sent(1, 9, LaneTotals::default());
+        assert_eq!(rounds.placed_unsent(), Some((1, u64::MAX, 9)));
+    }
 
     const NOW: Duration = Duration::from_millis(10);
 

@@ -116,6 +116,22 @@ impl<R: JournalRecord> RecordFile<R> {
         Ok(())
     }
 
+    /// Removes the file of a session that nobody needs to know about any more. A process that waits
+    /// for its lock finds no journal then.
+    ///
+    /// # Errors
+    /// [`JournalError::Removed`] if the path names another file, and I/O errors.
+    pub fn remove(self) -> Result<(), JournalError> {
+        if !self.is_in_place() {
+            return Err(JournalError::Removed { path: self.path });
+        }
+        std::fs::remove_file(&self.path).map_err(|source| {
+            let path = self.path.clone();
+            JournalError::Io { action: "remove", path, source }
+        })?;
+        sync_directory(self.path.parent().unwrap_or(Path::new(".")))
+    }
+
     /// Whether the path still names the open file.
     fn is_in_place(&self) -> bool {
         let identity = |found: std::fs::Metadata| (found.dev(), found.ino());
@@ -291,6 +307,21 @@ mod tests {
             FileJournal::create(directory.path(), SessionId([2; 16]), Side::Source).unwrap();
         std::fs::remove_file(journal.path()).unwrap();
         assert!(matches!(journal.append(&Record::Commit), Err(JournalError::Removed { .. })));
+    }
+
+    #[test]
+    fn remove_leaves_another_file_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let made = FileJournal::create(directory.path(), SESSION, Side::Source).unwrap();
+        let path = made.path().to_owned();
+        std::fs::rename(&path, directory.path().join("away")).unwrap();
+        std::fs::write(&path, "other").unwrap();
+        assert!(matches!(made.remove(), Err(JournalError::Removed { .. })));
+        assert_eq!(std::fs::read(&path).unwrap(), b"other");
+        std::fs::remove_file(&path).unwrap();
+        let made = FileJournal::create(directory.path(), SESSION, Side::Source).unwrap();
+        made.remove().unwrap();
+        assert!(!path.exists());
     }
 
     const SESSION: SessionId = SessionId([3; 16]);

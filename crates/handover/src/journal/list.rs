@@ -31,6 +31,25 @@ pub fn record_files<R: JournalRecord>(
     directory: &Path,
     side: Side,
 ) -> Result<Vec<SessionRecords<R>>, JournalError> {
+    let read = |session| {
+        let path = path_for::<R>(directory, session, side);
+        // Checked first: a process that ends in between has written its last record.
+        let led = is_led(&path);
+        let records = read_file(&path, side).map(|(records, _)| records);
+        SessionRecords { session, records, led }
+    };
+    Ok(recorded_sessions::<R>(directory, side)?.into_iter().map(read).collect())
+}
+
+/// The sessions with a journal of such records that one side has written, the one that was changed
+/// last at the end. Reads no journal.
+///
+/// # Errors
+/// The directory can't be read. A missing directory has no journals.
+pub fn recorded_sessions<R: JournalRecord>(
+    directory: &Path,
+    side: Side,
+) -> Result<Vec<SessionId>, JournalError> {
     let failed = |source| JournalError::Io { action: "list", path: directory.to_owned(), source };
     let entries = match std::fs::read_dir(directory) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -42,14 +61,10 @@ pub fn record_files<R: JournalRecord>(
         let name = entry.file_name().to_str().and_then(parse_name_for::<R>);
         let Some((session, _)) = name.filter(|(_, of)| *of == side) else { continue };
         let changed = entry.metadata().and_then(|metadata| metadata.modified()).ok();
-        let path = path_for::<R>(directory, session, side);
-        // Checked first: a process that ends in between has written its last record.
-        let led = is_led(&path);
-        let records = read_file(&path, side).map(|(records, _)| records);
-        found.push((changed, SessionRecords { session, records, led }));
+        found.push((changed, session));
     }
-    found.sort_by_key(|(changed, one)| (*changed, one.session));
-    Ok(found.into_iter().map(|(_, one)| one).collect())
+    found.sort_unstable();
+    Ok(found.into_iter().map(|(_, session)| session).collect())
 }
 
 /// The records of a session that another process may lead; `None` without a journal. The last one

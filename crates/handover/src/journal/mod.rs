@@ -19,7 +19,7 @@ use serde::Serialize;
 
 pub use self::file::{FileJournal, RecordFile};
 use self::file::{parse_name, path_of};
-pub use self::list::{SessionRecords, record_files, records_of};
+pub use self::list::{SessionRecords, record_files, recorded_sessions, records_of};
 pub use self::order::{
     LaterSession, Order, later_session, later_session_after_arrival, unfinished,
 };

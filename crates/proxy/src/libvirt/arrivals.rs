@@ -4,10 +4,13 @@
 //! is written or said, and while its journal can't be written. At all other times `vmferry resolve`
 //! may lead it.
 
+mod old;
+
 use std::collections::HashMap;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
@@ -42,6 +45,8 @@ pub enum DomainState {
 #[derive(Debug, Default)]
 pub(crate) struct Arrivals {
     led: Mutex<HashMap<SessionId, Arc<Mutex<Arrival>>>>,
+    /// The number of sessions that have begun.
+    begun: AtomicU64,
 }
 
 /// A session at the destination.
@@ -73,6 +78,10 @@ impl Arrivals {
         guest: &Guest,
         peer: &PeerIdentity,
     ) -> Result<(), JournalError> {
+        if self.begun.fetch_add(1, Ordering::Relaxed).is_multiple_of(old::INTERVAL) {
+            // What can't be removed now is tried again.
+            let _ = old::remove_old(directory, old::MAX_OF_ONE);
+        }
         let names = (peer.address.as_str(), &peer.names[..]);
         let ledger = Ledger::open(directory, session, DestinationFinish::NotPassed, guest, names)?;
         let guest = GuestIdentity { uuid: guest.uuid, name: guest.name.clone() };

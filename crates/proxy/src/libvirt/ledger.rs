@@ -32,6 +32,15 @@ pub enum LedgerError {
     /// The journal could not be written, and it is too early for the next attempt.
     #[error("the journal of the session could not be written, and will be tried again")]
     TooEarly,
+    /// The journal has no record, or not the first one.
+    #[error(
+        "the journal of session {session} does not say which guest it is about: it was cut or \
+         replaced. Look at both hosts with `virsh domstate --reason`"
+    )]
+    NoBeginning {
+        /// The session.
+        session: SessionId,
+    },
 }
 
 /// The state of one side.
@@ -96,6 +105,11 @@ impl<S: Recovered> Ledger<S> {
             pause: FIRST_PAUSE,
         });
         Ok(ledger.map(|ledger| (ledger, records)))
+    }
+
+    /// Removes the journal.
+    pub(super) fn remove(self) -> Result<(), JournalError> {
+        self.file.remove()
     }
 
     /// Whether the last write has succeeded.
@@ -192,15 +206,19 @@ pub(crate) struct LeftDeparture {
 
 impl LeftDeparture {
     /// Leads a session that an earlier daemon has left.
-    pub fn open(directory: &Path, session: SessionId) -> Result<Option<Self>, LedgerError> {
-        let Some((ledger, records)) = SourceLedger::reopen(directory, session)? else {
-            return Ok(None);
-        };
+    ///
+    /// # Errors
+    /// Nothing is known about the session, which may be better soon.
+    pub fn open(directory: &Path, session: SessionId) -> Result<Self, LedgerError> {
+        let no_beginning = || LedgerError::NoBeginning { session };
+        let reopened = SourceLedger::reopen(directory, session)?;
+        let (ledger, records) = reopened.ok_or_else(no_beginning)?;
         let open = records.into_iter().find_map(|record| match record {
             FinishRecord::Open { guest, peer, .. } => Some((guest, peer)),
             _ => None,
         });
-        Ok(open.map(|(guest, peer)| Self { ledger, guest, peer }))
+        let (guest, peer) = open.ok_or_else(no_beginning)?;
+        Ok(Self { ledger, guest, peer })
     }
 }
 
@@ -239,7 +257,7 @@ mod tests {
         assert_eq!(ledger.hear(answer).unwrap(), SourceAction::Reply(FinishWord::Runs));
         assert_eq!(ledger.pause, FIRST_PAUSE);
         drop(ledger);
-        let left = LeftDeparture::open(&directory, SESSION).unwrap().unwrap();
+        let left = LeftDeparture::open(&directory, SESSION).unwrap();
         assert_eq!(left.ledger.state(), SourceFinish::Answered(FinishWord::Runs));
         assert_eq!((left.guest.name.as_str(), left.peer.as_str()), ("web", "host-b"));
     }

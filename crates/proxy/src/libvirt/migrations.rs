@@ -8,9 +8,9 @@ use parking_lot::Mutex;
 use uuid::Uuid;
 use vmferry_handover::{OperatorWord, SessionId};
 use vmferry_libvirt_rpc::{Call, Guest, Reply};
-use vmferry_transport::PeerIdentity;
 
 use super::arrivals::Arrivals;
+use super::reserved::ReservedSockets;
 use super::settle::Decision;
 use crate::event::Side;
 
@@ -56,8 +56,9 @@ pub struct MigrationStatus {
 #[derive(Debug, Default)]
 pub(crate) struct Migrations {
     all: Mutex<Vec<Migration>>,
-    expected: Mutex<Vec<Expected>>,
     doubts: Mutex<Vec<Doubt>>,
+    /// The sockets of guests that arrive.
+    pub sockets: ReservedSockets,
     /// What this host has promised as the destination.
     pub arrivals: Arrivals,
     /// Connections whose stream has failed, on which libvirt's answer to a Finish is awaited.
@@ -91,15 +92,6 @@ struct Migration {
     /// Distinguishes connections.
     session: u64,
     status: MigrationStatus,
-}
-
-/// Sockets that an admitted call has named.
-#[derive(Debug)]
-struct Expected {
-    uuid: Uuid,
-    peer: PeerIdentity,
-    directory: String,
-    files: Vec<String>,
 }
 
 impl Migrations {
@@ -154,30 +146,6 @@ impl Migrations {
         let all = self.all.lock();
         let its = all.iter().rfind(|migration| migration.session == session);
         its.map_or_else(String::new, |migration| migration.status.guest.clone())
-    }
-
-    /// The guest's QEMU will listen on these sockets. They replace those of an earlier migration of
-    /// the same guest.
-    pub fn expect_sockets(
-        &self,
-        uuid: Uuid,
-        peer: &PeerIdentity,
-        directory: &str,
-        files: Vec<String>,
-    ) {
-        let mut expected = self.expected.lock();
-        expected.retain(|one| one.uuid != uuid);
-        let (peer, directory) = (peer.clone(), directory.to_owned());
-        expected.push(Expected { uuid, peer, directory, files });
-    }
-
-    /// Whether this peer may open this socket.
-    pub fn may_open(&self, peer: &PeerIdentity, directory: &str, file: &str) -> bool {
-        self.expected.lock().iter().any(|one| {
-            one.directory == directory
-                && one.files.iter().any(|known| known == file)
-                && one.peer.is_same_as(peer)
-        })
     }
 
     /// A call is about to be passed on.
@@ -239,10 +207,7 @@ impl Migrations {
             };
             changed.push(one.status.clone());
         }
-        let is_live = |uuid: Uuid| {
-            all.iter().any(|one| one.status.uuid == uuid && !one.status.phase.is_end())
-        };
-        self.expected.lock().retain(|one| is_live(one.uuid));
+        self.sockets.ended(session);
         changed
     }
 

@@ -12,19 +12,21 @@ mod ends;
 mod ledger;
 mod migrations;
 mod operator;
+mod reserved;
 mod session;
 mod settle;
 mod shelter;
+mod take_over;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
 use uuid::Uuid;
-use vmferry_handover::journal::{JournalError, SessionRecords, Side as JournalSide, record_files};
-use vmferry_handover::{FinishAnswer, FinishEntry, SessionId, SourceFinish};
-use vmferry_libvirt_rpc::{Asking, FinishCall, Guest, MigrateFlags, PrepareCall, SocketUri};
+use vmferry_handover::journal::JournalError;
+use vmferry_handover::{FinishAnswer, SessionId};
+use vmferry_libvirt_rpc::{Asking, Guest, MigrateFlags, PrepareCall, SocketUri};
 use vmferry_transport::PeerIdentity;
 use vmferry_wire::GuestIdentity;
 
@@ -32,20 +34,20 @@ use crate::access::{self, Exit, SocketOrder};
 use crate::config::is_plain_name;
 use crate::definition::{self, Definition, Judgment};
 use crate::entrances::{LocalSocket, listen_for_migration};
-use crate::error::ProxyError;
-use crate::event::ProxyEvent;
-use crate::keeper::HeldConnection;
 use crate::opened::OpenedStreams;
 use crate::outgoing::LIBVIRT_SOCKET;
 use crate::proxy::{Ends, Shared};
 pub use arrivals::{DomainState, Domains};
 pub(crate) use attend::start as attend;
-use ledger::{LedgerError, LeftDeparture};
+use ledger::LedgerError;
 pub(crate) use migrations::Migrations;
 pub use migrations::{DoubtStatus, MigrationStatus, Phase};
 pub use operator::answer_held;
 use session::{Part, Session};
-use settle::Unanswered;
+pub(crate) use take_over::take_over;
+
+/// Why a call is refused that was read late.
+const ENDED: &str = "the connection has ended";
 
 /// A connection of this host's libvirt to a peer's.
 ///
@@ -94,14 +96,13 @@ pub(crate) fn arrive(
              peer"
         ));
     }
-    let failed = |error: ProxyError| vmferry::chain(&error);
-    let make = SocketOrder::MakeIncoming { name: directory.to_owned() };
-    shared.access.sockets(&make).map_err(failed)?;
+    let used = shared.arrival_directories.enter(&shared.access, directory, peer);
+    let used = used.map_err(|error| vmferry::chain(&error))?;
     let path = config.directory.join(directory);
     let socket = access::connect(&*shared.access, Exit::Libvirt)
-        .map_err(|error| format!("libvirt's socket {}", failed(error)))?;
+        .map_err(|error| format!("libvirt's socket {}", vmferry::chain(&error)))?;
     let local = |error: std::io::Error| error.to_string();
-    let part = Part::destination(peer.clone());
+    let part = Part::destination(peer.clone(), used);
     let session = Session::new(shared, name, session, part, socket);
     let of_gate = Arc::downgrade(&session);
     let (shared, peer, directory) = (Arc::downgrade(shared), peer.clone(), directory.to_owned());
@@ -111,13 +112,18 @@ pub(crate) fn arrive(
         judge(&shared, &peer, &mut prepared, asking)?;
         let Asking::Prepare(call) = asking else { return Ok(()) };
         let files = files_of(call, &path)?;
-        for file in &files {
-            let (directory, file) = (directory.clone(), file.clone());
+        let connection = of_gate.upgrade().ok_or(ENDED)?.number();
+        let sockets = &shared.migrations.sockets;
+        let reserved = sockets
+            .reserve(connection, &call.guest, &peer, &directory, &files)
+            .map_err(|error| error.to_string())?;
+        for file in files {
+            let directory = directory.clone();
             let checked = shared.access.sockets(&SocketOrder::CheckFree { directory, file });
             checked.map_err(|error| vmferry::chain(&error))?;
         }
         begin(&of_gate, call)?;
-        shared.migrations.expect_sockets(call.guest.uuid, &peer, &directory, files);
+        reserved.admit();
         Ok(())
     };
     session.destination_ends(Box::new(admit)).map_err(local)
@@ -169,8 +175,7 @@ fn judge(
 }
 
 fn begin(session: &Weak<Session>, call: &PrepareCall) -> Result<(), String> {
-    let Some(session) = session.upgrade() else { return Err("the connection has ended".into()) };
-    session.begin(&call.guest)
+    session.upgrade().ok_or(ENDED)?.begin(&call.guest)
 }
 
 /// What this host knows about a session's Finish, for the source that asks.
@@ -191,50 +196,6 @@ pub(crate) fn word(
             Ok(FinishAnswer::AskAgain)
         }
         Err(error) => Err(vmferry::chain(&error)),
-    }
-}
-
-/// Takes over what an earlier daemon has left: the connections that the keeper holds, and sessions
-/// without one whose word is not known.
-pub(crate) fn take_over(shared: &Arc<Shared>) {
-    let held = shared.keeper.as_ref().and_then(|keeper| keeper.take().ok()).unwrap_or_default();
-    let mut taken = HashSet::new();
-    for HeldConnection { session, serial, socket } in held {
-        taken.insert(session);
-        take_over_session(shared, session, Some((serial, socket)));
-    }
-    let journals = &shared.config().journals;
-    // Those that can't be read are reported by `vmferry status --sessions`.
-    let left = record_files::<FinishEntry>(journals, JournalSide::Source).unwrap_or_default();
-    for SessionRecords { session, records, led } in left {
-        let records = records.unwrap_or_default().into_iter().map(|entry| entry.record);
-        let state = SourceFinish::recover(&records.collect::<Vec<_>>());
-        if state == Ok(Some(SourceFinish::Sent)) && !led && !taken.contains(&session) {
-            take_over_session(shared, session, None);
-        }
-    }
-}
-
-fn take_over_session(
-    shared: &Arc<Shared>,
-    session: SessionId,
-    connection: Option<(u32, UnixStream)>,
-) {
-    match LeftDeparture::open(&shared.config().journals, session) {
-        Ok(Some(LeftDeparture { ledger, guest, peer })) => {
-            let guest = Guest { name: guest.name, uuid: guest.uuid };
-            let (serial, socket) = connection.unzip();
-            let (serial, flags) = (serial.unwrap_or_default(), MigrateFlags(0));
-            let call = FinishCall { serial, guest, cancelled: false, flags };
-            Unanswered { session, ledger, call, peer, socket }.settle(shared);
-        }
-        // The keeper goes on answering libvirt, which stays paused: nothing is known.
-        Ok(None) => {}
-        Err(error) => {
-            let (peer, wanted) = ("this daemon".into(), format!("take over session {session}"));
-            let reason = vmferry::chain(&error);
-            shared.tell(ProxyEvent::Refused { peer, wanted, reason });
-        }
     }
 }
 

@@ -12,9 +12,10 @@ use vmferry_libvirt_rpc::{Call, CallGate, FinishCall, Guest, Passed, Reply, Repl
 use vmferry_transport::PeerIdentity;
 
 use super::ledger::{LedgerError, SourceLedger};
-use super::settle::Unanswered;
+use super::settle::{Heard, Unanswered};
 use super::shelter::{Awaited, MAX_AWAITED, has_ended};
 use super::{MigrationStatus, Phase};
+use crate::arrival_directories::UsedDirectory;
 use crate::event::{ProxyEvent, Side};
 use crate::opened::OpenedStreams;
 use crate::proxy::Shared;
@@ -56,6 +57,8 @@ pub(super) enum Part {
         source: PeerIdentity,
         /// Whether a Finish that is not canceled was passed and not answered.
         finishing: bool,
+        /// Where its QEMU makes sockets.
+        _directory: UsedDirectory,
     },
 }
 
@@ -64,8 +67,8 @@ impl Part {
         Self::Source { ledger: None, finish: None, opened }
     }
 
-    pub fn destination(source: PeerIdentity) -> Self {
-        Self::Destination { source, finishing: false }
+    pub fn destination(source: PeerIdentity, directory: UsedDirectory) -> Self {
+        Self::Destination { source, finishing: false, _directory: directory }
     }
 }
 
@@ -137,6 +140,11 @@ impl Session {
         begun.map_err(|error| vmferry::chain(&error))
     }
 
+    /// Distinguishes connections.
+    pub fn number(&self) -> u64 {
+        self.number
+    }
+
     pub fn shelter(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.shelter)
     }
@@ -157,9 +165,12 @@ impl Session {
         let socket = self.socket().map_err(|error| error.to_string())?;
         let passed = match &mut *self.part.lock() {
             Part::Source { ledger: Some(ledger), finish, .. } => {
-                if let Some(keeper) = &shared.keeper {
-                    let held = keeper.hold(self.session, call.serial, &socket);
-                    held.map_err(|error| format!("the keeper does not answer: {error}"))?;
+                if let Some(keeper) = &shared.keeper
+                    && let Err(error) = keeper.hold(self.session, call.serial, &socket)
+                {
+                    // It may have the connection nevertheless, and would keep it open.
+                    shared.release_from_keeper(self.session);
+                    return Err(format!("the keeper does not answer: {error}"));
                 }
                 ledger.send().map(|()| {
                     self.shelter.store(true, Ordering::Release);
@@ -183,6 +194,11 @@ impl Session {
             }
         };
         match passed {
+            // The keeper or the disk has taken longer than libvirt waits, and libvirt has resumed
+            // its guest. The other host is asked, and bars the Finish that never came there.
+            Ok(true) if self.side == Side::Opener && has_ended(&socket) => {
+                Err("libvirt has closed its connection, so its Finish is not sent".into())
+            }
             Ok(true) => Ok(()),
             Ok(false) => {
                 self.shelter.store(false, Ordering::Release);
@@ -352,8 +368,9 @@ impl Drop for Session {
                     (ledger.take(), finish.take(), socket)
                 {
                     let (session, peer) = (self.session, self.peer.clone());
-                    let socket = Some(socket);
-                    Unanswered { session, ledger, call, peer, socket }.settle(&shared);
+                    let (ledger, socket) = (Arc::new(Mutex::new(ledger)), Some(socket));
+                    let heard = Heard::default();
+                    Unanswered { session, ledger, call, peer, socket, heard }.settle(&shared);
                     return;
                 }
             }
@@ -383,3 +400,6 @@ pub(super) struct ReadCalls {
     /// The Finish that is among the bytes, to be told once they are passed on.
     pub finishing: Vec<ProxyEvent>,
 }
+
+#[cfg(test)]
+mod tests;

@@ -6,7 +6,7 @@
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::sync::mpsc::{TryRecvError, channel};
+use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -43,11 +43,21 @@ const MAX_CALL_BYTES: usize = 64 << 10;
 /// A Finish that was sent and not answered.
 pub(crate) struct Unanswered {
     pub session: SessionId,
-    pub ledger: SourceLedger,
+    /// Shared with the thread that writes to it.
+    pub ledger: Arc<Mutex<SourceLedger>>,
     pub call: FinishCall,
     pub peer: String,
     /// The connection of the source's libvirt; `None` if it has ended.
     pub socket: Option<UnixStream>,
+    /// What libvirt has sent on the connection.
+    pub heard: Heard,
+}
+
+/// What moves a ledger on.
+#[derive(Clone, Copy, Debug)]
+enum Heeded {
+    Operator(OperatorWord),
+    Peer(FinishAnswer),
 }
 
 /// An operator's decision for an unanswered Finish.
@@ -93,8 +103,7 @@ impl Unanswered {
     }
 
     fn run(mut self, shared: &Weak<Shared>, decision: &Decision) {
-        let mut heard = Heard::default();
-        let Some(word) = self.await_word(shared, decision, &mut heard) else { return };
+        let Some(word) = self.await_word(shared, decision) else { return };
         let lost = "the destination's libvirt did not start the guest (its reply was lost with the \
                     link)";
         let result = if word == FinishWord::Runs { Ok(()) } else { Err(lost) };
@@ -108,18 +117,14 @@ impl Unanswered {
         shared.release_from_keeper(self.session);
         drop(shared);
         let deadline = Instant::now() + CLOSE_TIMEOUT;
-        while Instant::now() < deadline && self.attend(&mut heard, ASK_PERIOD) {}
+        while Instant::now() < deadline && self.attend(ASK_PERIOD) {}
     }
 
     /// The word, once it is in the journal. `None` if there is nothing to wait for, or the daemon
     /// ends: the keeper has the connection then.
-    fn await_word(
-        &mut self,
-        shared: &Weak<Shared>,
-        decision: &Decision,
-        heard: &mut Heard,
-    ) -> Option<FinishWord> {
-        match self.ledger.resumed() {
+    fn await_word(&mut self, shared: &Weak<Shared>, decision: &Decision) -> Option<FinishWord> {
+        let resumed = self.ledger.lock().resumed();
+        match resumed {
             SourceAction::Reply(word) => return Some(word),
             // The Finish was never sent, so libvirt may see its connection fail.
             SourceAction::Nothing => {
@@ -137,20 +142,21 @@ impl Unanswered {
             // A restarted libvirt leaves its guest paused. An operator needs the word, and the
             // guest stays in doubt until it comes.
             if is_open {
-                is_open = self.attend(heard, ASK_PERIOD);
+                is_open = self.attend(ASK_PERIOD);
             } else {
                 std::thread::sleep(ASK_PERIOD);
             }
             let decided = *decision.0.lock();
             let stepped = match decided {
-                Some(word) => self.ledger.operator(word),
+                Some(word) => self.step(&mut is_open, Heeded::Operator(word)),
                 None if Instant::now() < next_question => continue,
                 None => {
                     let (of, peer, session) =
                         (Arc::clone(&shared), self.peer.clone(), self.session);
                     let asking = move || ask(&of, &peer, session);
+                    let heard = &mut self.heard;
                     match attend_during(&mut self.socket, &mut is_open, heard, asking) {
-                        Some(answer) => self.ledger.hear(answer),
+                        Some(answer) => self.step(&mut is_open, Heeded::Peer(answer)),
                         None => Ok(SourceAction::Ask),
                     }
                 }
@@ -168,10 +174,31 @@ impl Unanswered {
                     let reason = vmferry::chain(&error);
                     shared.tell(ProxyEvent::Unjournaled { session, guest, reason });
                 }
-                Err(LedgerError::TooEarly) => {}
-                Ok(_) | Err(LedgerError::Finish(_)) => *decision.0.lock() = None,
+                // One that was made while the other host was asked is kept, too.
+                Ok(_) | Err(LedgerError::Finish(_)) if decided.is_some() => {
+                    *decision.0.lock() = None;
+                }
+                Ok(_) | Err(_) => {}
             }
         }
+    }
+
+    /// Takes a step of the ledger in another thread, and answers libvirt until its record is on
+    /// disk. A slow disk may take longer than libvirt waits for an answer.
+    fn step(&mut self, is_open: &mut bool, heeded: Heeded) -> Result<SourceAction, LedgerError> {
+        let (tell, told) = channel();
+        let ledger = Arc::clone(&self.ledger);
+        in_a_thread("journal", (ledger, heeded, tell), |(ledger, heeded, tell)| {
+            let mut ledger = ledger.lock();
+            let stepped = match heeded {
+                Heeded::Operator(word) => ledger.operator(word),
+                Heeded::Peer(answer) => ledger.hear(answer),
+            };
+            // The other end waits for it.
+            let _ = tell.send(stepped);
+        });
+        let stepped = attend_until(&told, &mut self.socket, is_open, &mut self.heard);
+        stepped.unwrap_or(Err(LedgerError::TooEarly))
     }
 
     fn event(&self, error: Option<String>) -> ProxyEvent {
@@ -180,8 +207,9 @@ impl Unanswered {
     }
 
     /// As [`attend`]; false without a connection.
-    fn attend(&mut self, heard: &mut Heard, period: Duration) -> bool {
-        self.socket.as_mut().is_some_and(|socket| attend(socket, heard, period))
+    fn attend(&mut self, period: Duration) -> bool {
+        let Self { socket, heard, .. } = self;
+        socket.as_mut().is_some_and(|socket| attend(socket, heard, period))
     }
 }
 
@@ -215,7 +243,7 @@ pub(super) fn attend(socket: &mut UnixStream, heard: &mut Heard, period: Duratio
 /// Answers libvirt while another thread works. libvirt resumes its guest after 30 s without an
 /// answer, and the lookup of a name alone can take longer. Sets `is_open` to whether the connection
 /// is still open. `None` if there is no thread.
-fn attend_during<T: Send + 'static>(
+pub(super) fn attend_during<T: Send + 'static>(
     socket: &mut Option<UnixStream>,
     is_open: &mut bool,
     heard: &mut Heard,
@@ -227,18 +255,29 @@ fn attend_during<T: Send + 'static>(
         let _ = tell.send(work());
     });
     spawned.ok()?;
+    attend_until(&told, socket, is_open, heard)?
+}
+
+/// Answers libvirt until another thread says that its work is done. `None` if the thread has ended
+/// without it.
+fn attend_until<T>(
+    told: &Receiver<T>,
+    socket: &mut Option<UnixStream>,
+    is_open: &mut bool,
+    heard: &mut Heard,
+) -> Option<T> {
     loop {
         match (socket.as_mut().filter(|_| *is_open), told.try_recv()) {
-            (_, Ok(done)) => return done,
+            (_, Ok(done)) => return Some(done),
             (_, Err(TryRecvError::Disconnected)) => return None,
             (Some(socket), Err(TryRecvError::Empty)) => *is_open = attend(socket, heard, SLICE),
-            (None, Err(TryRecvError::Empty)) => return told.recv().ok()?,
+            (None, Err(TryRecvError::Empty)) => return told.recv().ok(),
         }
     }
 }
 
 /// Packets of libvirt that are answered without the other host.
-#[derive(Default)]
+#[derive(Debug, Default)]
 pub(super) struct Heard {
     bytes: Vec<u8>,
 }
@@ -294,56 +333,4 @@ fn ask(shared: &Shared, peer: &str, session: SessionId) -> Option<FinishAnswer> 
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn packet(program: u32, procedure: u32, kind: u32, payload: u32) -> Vec<u8> {
-        let words = [28 + payload, program, 1, procedure, kind, 5, 0];
-        let mut bytes: Vec<u8> = words.into_iter().flat_map(u32::to_be_bytes).collect();
-        bytes.resize(bytes.len() + payload as usize, 0);
-        bytes
-    }
-
-    #[test]
-    fn pings_and_last_calls_are_answered_in_any_pieces() {
-        let sent = [
-            packet(KEEPALIVE_PROGRAM, 1, 2, 0),
-            packet(0x2000_8086, 361, 0, 8),
-            packet(KEEPALIVE_PROGRAM, 2, 2, 0),
-            packet(0x2000_8086, 2, 0, 0),
-        ]
-        .concat();
-        let expected = [
-            packet(KEEPALIVE_PROGRAM, 2, 2, 0),
-            packet(0x2000_8086, 361, 1, 0),
-            packet(0x2000_8086, 2, 1, 0),
-        ]
-        .concat();
-        for size in [1, 7, 28, sent.len()] {
-            let mut heard = Heard::default();
-            let answers: Vec<u8> =
-                sent.chunks(size).flat_map(|piece| heard.answer(piece).unwrap()).collect();
-            assert_eq!(answers, expected);
-        }
-        assert_eq!(Heard::default().answer(b"GET / HTTP/1.1\r\nHost: of a program\r\n"), None);
-    }
-    /// Such as the lookup of the other host's name behind a network that is cut.
-    #[test]
-    fn libvirt_is_answered_while_the_other_host_is_asked() {
-        let (mut libvirt, ours) = UnixStream::pair().unwrap();
-        let (done, is_done) = channel();
-        let answered = std::thread::spawn(move || {
-            let mut heard = Heard::default();
-            let (mut socket, mut is_open) = (Some(ours), true);
-            attend_during(&mut socket, &mut is_open, &mut heard, move || is_done.recv().ok())
-        });
-        for _ in 0..3 {
-            libvirt.write_all(&packet(KEEPALIVE_PROGRAM, 1, 2, 0)).unwrap();
-            let mut pong = [0; 28];
-            libvirt.read_exact(&mut pong).unwrap();
-            assert_eq!(pong[..], packet(KEEPALIVE_PROGRAM, 2, 2, 0));
-        }
-        done.send(7).unwrap();
-        assert_eq!(answered.join().unwrap(), Some(7));
-    }
-}
+mod tests;

@@ -86,6 +86,7 @@ impl BoundProxy {
             sessions: AtomicU64::new(0),
             limiters: Mutex::new(HashMap::new()),
             ending: AtomicBool::new(false),
+            arrival_directories: Arc::default(),
             migrations: Migrations::default(),
             probes: Probes::default(),
         });
@@ -93,7 +94,7 @@ impl BoundProxy {
         let mut entrances = Entrances::default();
         let new = entrances.prepare(&shared, &config)?;
         entrances.adopt(&config, new);
-        libvirt::take_over(&shared);
+        libvirt::take_over(&shared)?;
         libvirt::attend(&shared).map_err(no_thread)?;
         let accepting = std::thread::Builder::new().name("accept".into());
         let accepting = accepting

@@ -154,13 +154,13 @@ fn disks(pair: &Pair<'_>) -> Option<String> {
     };
     if let Some(device) = lacks(theirs, ours) {
         return Some(format!(
-            "the destination has no disk device `{device}` as the source: use the same devices \
+            "the destination lacks the source's disk device `{device}`: use the same devices \
              with the same IDs"
         ));
     }
     lacks(ours, theirs).map(|device| {
         format!(
-            "the source has no disk device `{device}` as the destination: use the same devices \
+            "the source lacks the destination's disk device `{device}`: use the same devices \
              with the same IDs"
         )
     })

@@ -12,6 +12,13 @@ const URI: &str = "qemu:///system";
 /// How long virsh may take. libvirt itself waits up to 30 s for another job of the domain.
 const TIMEOUT_S: &str = "40";
 
+/// How long a virsh that was told to end may take, until it is killed.
+const KILL_AFTER_S: &str = "5";
+
+/// The beginning of what virsh prints if a domain is not there. It prints the same if it has lost
+/// its connection, or for any other error.
+const NOT_FOUND: &str = "failed to get domain";
+
 /// Asks through `virsh`.
 #[derive(Debug)]
 pub struct LibvirtDomains;
@@ -40,10 +47,20 @@ impl DomainLook {
     pub fn at(uuid: Uuid) -> Self {
         match virsh(&["domstate", "--reason", "--domain", &uuid.to_string()]) {
             Ok(said) => Self { seen: seen(said.trim()), said: said.trim().to_owned() },
-            Err(problem) if problem.contains("failed to get domain") => {
+            Err(problem) if is_unfound(&problem) => Self::unfound(uuid, problem),
+            Err(problem) => Self { seen: DomainSeen::NoAnswer, said: problem },
+        }
+    }
+
+    /// libvirt does not have the domain only if it answers, and lists all others.
+    fn unfound(uuid: Uuid, problem: String) -> Self {
+        let no_answer = |said: String| Self { seen: DomainSeen::NoAnswer, said };
+        match virsh(LIST) {
+            Ok(list) if !is_listed(&list, uuid) => {
                 Self { seen: DomainSeen::Gone, said: "no such domain".into() }
             }
-            Err(problem) => Self { seen: DomainSeen::NoAnswer, said: problem },
+            Ok(_) => no_answer(problem),
+            Err(again) => no_answer(format!("{problem}: {again}")),
         }
     }
 
@@ -56,6 +73,19 @@ impl DomainLook {
     pub fn is_split(&self) -> bool {
         self.said.contains("(post-copy")
     }
+}
+
+/// Makes virsh print the UUIDs of all domains, also of those that are shut off.
+pub(crate) const LIST: &[&str] = &["list", "--all", "--uuid"];
+
+/// Whether what [`LIST`] prints contains a domain.
+pub(crate) fn is_listed(list: &str, uuid: Uuid) -> bool {
+    list.split_whitespace().any(|one| one.parse() == Ok(uuid))
+}
+
+/// Whether virsh has not found a domain, or has lost its connection. [`LIST`] tells which.
+pub(crate) fn is_unfound(problem: &str) -> bool {
+    problem.contains(NOT_FOUND)
 }
 
 /// Whether libvirt has a job for the domain, such as a migration that arrives. It is assumed if
@@ -105,8 +135,8 @@ pub fn abort_job(uuid: Uuid) -> Result<(), String> {
 
 /// Runs `virsh`, and returns what it prints, or its errors.
 pub(super) fn virsh(arguments: &[&str]) -> Result<String, String> {
-    let mut virsh = Command::new("timeout");
-    virsh.args([TIMEOUT_S, "virsh", "--quiet", "--connect", URI]).args(arguments);
+    let mut virsh = limited("virsh", (TIMEOUT_S, KILL_AFTER_S));
+    virsh.args(["--quiet", "--connect", URI]).args(arguments);
     let Output { status, stdout, stderr } = virsh
         .env("LC_ALL", "C")
         .env_remove("LANGUAGE")
@@ -119,6 +149,13 @@ pub(super) fn virsh(arguments: &[&str]) -> Result<String, String> {
     let lines = errors.lines().map(|line| line.trim_start_matches("error: ").trim());
     let text = lines.filter(|line| !line.is_empty()).collect::<Vec<_>>().join(": ");
     Err(if text.is_empty() { format!("`virsh` ended with {status}") } else { text })
+}
+
+/// A program that is told to end after a time, and killed after another one.
+fn limited(program: &str, (seconds, kill_after): (&str, &str)) -> Command {
+    let mut command = Command::new("timeout");
+    command.args(["--kill-after", kill_after, seconds, program]);
+    command
 }
 
 /// The meaning of a state and its reason, as `virsh domstate --reason` prints them.
@@ -180,5 +217,20 @@ mod tests {
         assert!(is_without_job("Job type:         None        "));
         assert!(!is_without_job("Job type:         Unbounded"));
         assert!(!is_without_job("Operation:        None"));
+    }
+
+    #[test]
+    fn program_that_ignores_the_signal_to_end_is_killed() {
+        let mut stubborn = limited("sh", ("0.05", "0.05"));
+        stubborn.args(["-c", "trap '' TERM; while :; do sleep 1; done"]);
+        let status = stubborn.status().unwrap();
+        assert!(!status.success(), "{status}");
+    }
+
+    #[test]
+    fn is_listed_reads_virsh() {
+        let list = "5b0c0f4e-0000-4000-8000-000000000001\n\n";
+        assert!(is_listed(list, Uuid::from_u128(0x5b0c0f4e_0000_4000_8000_000000000001)));
+        assert!(!is_listed(list, Uuid::nil()) && !is_listed("\n", Uuid::nil()));
     }
 }

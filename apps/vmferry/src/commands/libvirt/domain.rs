@@ -7,6 +7,7 @@ use uuid::Uuid;
 use vmferry_wire::GuestIdentity;
 
 use super::virsh::{Virsh, VirshError, field};
+use crate::commands::daemon::domains;
 use crate::exit::{Code, Failure};
 
 /// How long a libvirt that has crashed may take to serve again: systemd starts it at once.
@@ -120,13 +121,19 @@ impl Whereabouts {
     }
 
     fn ask_once(virsh: &Virsh, uuid: Uuid, was_paused: bool) -> Self {
-        let uuid = uuid.to_string();
-        match virsh.run(&["domstate", "--reason", "--domain", &uuid]) {
+        let unknown = |error: VirshError| Self::Unknown(vmferry::chain(&error));
+        match virsh.run(&["domstate", "--reason", "--domain", &uuid.to_string()]) {
             Ok(state) => Self::parse(state.trim(), was_paused),
-            Err(VirshError::Failed { message, .. }) if message.contains("failed to get domain") => {
-                Self::NotHere("libvirt no longer has it".into())
+            Err(VirshError::Failed { message, command }) if domains::is_unfound(&message) => {
+                match virsh.run(domains::LIST) {
+                    Ok(list) if !domains::is_listed(&list, uuid) => {
+                        Self::NotHere("libvirt no longer has it".into())
+                    }
+                    Ok(_) => unknown(VirshError::Failed { message, command }),
+                    Err(error) => unknown(error),
+                }
             }
-            Err(error) => Self::Unknown(vmferry::chain(&error)),
+            Err(error) => unknown(error),
         }
     }
 

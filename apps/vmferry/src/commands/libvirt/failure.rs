@@ -9,6 +9,8 @@ use crate::exit::{Code, Failure};
 
 /// Parts of libvirt's own messages, in lower case, in the order in which they are looked for.
 const MESSAGES: &[(&str, Code)] = &[
+    // Before the next: virsh adds that to it when libvirtd ends in the middle.
+    ("disconnected from", Code::NotAnswering),
     ("failed to get domain", Code::UnknownGuest),
     ("domain not found", Code::UnknownGuest),
     ("canceled by client", Code::Cancelled),
@@ -20,7 +22,6 @@ const MESSAGES: &[(&str, Code)] = &[
     ("operation forbidden", Code::Authentication),
     ("permission denied", Code::Authentication),
     ("failed to connect to the hypervisor", Code::NotAnswering),
-    ("disconnected from", Code::NotAnswering),
     ("/libvirt': no such file", Code::Connect),
     ("/libvirt': connection refused", Code::Connect),
     ("is already active", Code::Busy),
@@ -193,6 +194,10 @@ mod tests {
     fn messages_of_libvirt_have_exit_statuses() {
         for (message, code) in [
             ("failed to get domain 'nope'", Code::UnknownGuest),
+            (
+                "Disconnected from qemu:///system due to end of file: failed to get domain 'web'",
+                Code::NotAnswering,
+            ),
             ("operation aborted: migration out job: canceled by client", Code::Cancelled),
             (
                 "failed to connect to the hypervisor: Failed to connect socket to \

@@ -38,6 +38,11 @@ impl Phase {
 
     /// Completes the round if it is placed, and continues.
     pub(super) fn finish_round(self, common: &mut Common, now: Duration) -> Self {
+        if let Some((lane, placed, end)) = common.rounds.placed_unsent() {
+            // Rounds would end without being placed, and never become shorter.
+            let reason = format!("PLACED names frame {placed} of lane {lane}, which ends at {end}");
+            return self.fail(common, now, MigrateError::protocol("control", 0, reason));
+        }
         let Some(round) = common.rounds.finish(now) else { return self };
         common.count_round(round);
         self.go_on(common, now)

@@ -10,6 +10,7 @@
 
 mod host;
 pub mod messages;
+mod places;
 pub mod process;
 
 use std::io::{self, BufReader, Read};
@@ -37,7 +38,7 @@ use self::messages::{Ask, Said};
 use super::lines;
 use crate::exit::Failure;
 
-/// How long a request may take: longer than `virsh`, which is ended after 40 s.
+/// How long a request may take: longer than `virsh`, which is killed after 45 s.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long an answer about what libvirt offers is used.

@@ -11,12 +11,10 @@ use vmferry_control::descriptors::{self, Receiver};
 
 use super::host::Host;
 use super::messages::{Ask, Said};
+use super::places::{Kind, Place, Places};
 use crate::args::HelperOptions;
 use crate::commands::daemon::lines;
 use crate::exit::{Code, Failure};
-
-/// The most requests at a time. Each has a thread, and `virsh` may take 40 s.
-const MAX_REQUESTS: usize = 256;
 
 /// How long the daemon may take to write a request or to read its answer.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -27,30 +25,26 @@ pub fn serve(options: &HelperOptions) -> Result<(), Failure> {
     crate::signals::ignore()?;
     let daemon = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
     let host = Arc::new(Host::new(options.config.clone())?);
-    serve_all(&daemon, &host).map_err(|error| Failure::of(Code::Internal, error))
+    serve_all(&daemon, &host, &Arc::default()).map_err(|error| Failure::of(Code::Internal, error))
 }
 
 /// Serves requests until the daemon has gone.
 ///
 /// # Errors
 /// The daemon has sent anything other than connections, or the system's error.
-fn serve_all(daemon: &UnixStream, host: &Arc<Host>) -> io::Result<()> {
-    let count = Arc::new(());
+fn serve_all(daemon: &UnixStream, host: &Arc<Host>, places: &Arc<Places>) -> io::Result<()> {
     while let Some(connection) = next(daemon)? {
-        let is_full = Arc::strong_count(&count) > MAX_REQUESTS;
-        let (host, place) = (Arc::clone(host), Arc::clone(&count));
         let connection = Arc::new(connection);
-        let of_thread = Arc::clone(&connection);
-        let spawned = match is_full {
-            true => Err(io::Error::other(format!("{MAX_REQUESTS} requests are being served"))),
-            false => std::thread::Builder::new().name("request".into()).spawn(move || {
-                serve_one(&of_thread, &host);
-                drop(place);
-            }),
-        };
-        if let Err(error) = spawned {
+        let spawned = places.enter(Kind::Unread).and_then(|place| {
+            let (host, places) = (Arc::clone(host), Arc::clone(places));
+            let of_thread = Arc::clone(&connection);
+            let thread = std::thread::Builder::new().name("request".into());
+            let spawned = thread.spawn(move || serve_one(&of_thread, &host, &places, place));
+            spawned.map(drop).map_err(|error| error.to_string())
+        });
+        if let Err(problem) = spawned {
             // The daemon may have closed it.
-            let _ = answer(&connection, &Said::Failed(error.to_string()), None);
+            let _ = answer(&connection, &Said::Failed(problem), None);
         }
     }
     Ok(())
@@ -75,11 +69,16 @@ fn next(daemon: &UnixStream) -> io::Result<Option<UnixStream>> {
     }
 }
 
-fn serve_one(connection: &UnixStream, host: &Host) {
-    let (said, descriptor) = match read(connection) {
-        Ok(ask) => host.carry_out(&ask).unwrap_or_else(|problem| (Said::Failed(problem), None)),
-        Err(error) => (Said::Failed(format!("the helper can't read the request: {error}")), None),
-    };
+fn serve_one(connection: &UnixStream, host: &Host, places: &Arc<Places>, unread: Place) {
+    let read = read(connection);
+    drop(unread);
+    // It is kept until the answer is written.
+    let entered = read
+        .map_err(|error| format!("the helper can't read the request: {error}"))
+        .and_then(|ask| Ok((places.enter(Kind::of(&ask))?, ask)));
+    let carried_out = entered.as_ref().map_err(String::clone);
+    let carried_out = carried_out.and_then(|(_, ask)| host.carry_out(ask));
+    let (said, descriptor) = carried_out.unwrap_or_else(|problem| (Said::Failed(problem), None));
     if answer(connection, &said, descriptor).is_err()
         && let Said::Done { file: Some(file) } = said
     {

@@ -9,6 +9,7 @@ use crate::commands::daemon::helper::host::tests::host;
 /// A helper that serves in a thread of the test.
 struct Served {
     daemon: UnixStream,
+    places: Arc<Places>,
     thread: std::thread::JoinHandle<io::Result<()>>,
     _directory: tempfile::TempDir,
 }
@@ -18,8 +19,10 @@ impl Served {
         let directory = tempfile::tempdir().unwrap();
         let host = Arc::new(host(directory.path(), &["b"]));
         let (daemon, theirs) = UnixStream::pair().unwrap();
-        let thread = std::thread::spawn(move || serve_all(&theirs, &host));
-        Self { daemon, thread, _directory: directory }
+        let places = Arc::new(Places::default());
+        let of_thread = Arc::clone(&places);
+        let thread = std::thread::spawn(move || serve_all(&theirs, &host, &of_thread));
+        Self { daemon, places, thread, _directory: directory }
     }
 
     /// A connection for a request.
@@ -72,7 +75,7 @@ fn byte_without_a_connection_ends_the_helper() {
 #[test]
 fn requests_do_not_wait_for_each_other_and_are_limited() {
     let served = Served::new();
-    let mut silent: Vec<_> = (1..MAX_REQUESTS).map(|_| served.connect()).collect();
+    let mut silent: Vec<_> = (1..Kind::Unread.most()).map(|_| served.connect()).collect();
     served.works();
     silent.extend((0..3).map(|_| served.connect()));
     let mut fds: Vec<_> = silent.iter().map(|one| PollFd::new(one, PollFlags::IN)).collect();
@@ -81,7 +84,26 @@ fn requests_do_not_wait_for_each_other_and_are_limited() {
     let refused = &silent[fds.iter().position(is_answered).unwrap()];
     let said: Option<Said> = lines::read(&mut BufReader::new(refused)).unwrap();
     let Some(Said::Failed(why)) = said else { panic!("{said:?}") };
-    assert!(why.contains("requests are being served"), "{why}");
+    assert!(why.contains("are being served"), "{why}");
+}
+
+/// A peer has so many definitions judged that there is no place left for another path.
+#[test]
+fn definitions_leave_places_for_addresses() {
+    let served = Served::new();
+    served.works();
+    let enter = || served.places.enter(Kind::Definitions).unwrap();
+    let taken: Vec<_> = (0..Kind::Definitions.most()).map(|_| enter()).collect();
+    let resolve = lines::line(&Ask::Resolve("/".into())).unwrap();
+    let said = served.answer(&resolve);
+    let Said::Failed(why) = &said else { panic!("{said:?}") };
+    assert!(why.contains("128 requests about definitions are being served"), "{why}");
+    let said = served.answer(&lines::line(&Ask::Addresses("tcp:127.0.0.1:7002".into())).unwrap());
+    assert_eq!(said, Said::Addresses(vec![std::net::IpAddr::from([127, 0, 0, 1])]));
+    served.works();
+    drop(taken);
+    let said = served.answer(&resolve);
+    assert!(matches!(said, Said::Resolved(_)), "{said:?}");
 }
 
 #[test]
@@ -96,7 +118,9 @@ fn socket_of_a_daemon_that_has_gone_is_removed() {
         let (mut ours, theirs) = UnixStream::pair().unwrap();
         ours.write_all(&lines::line(&listen).unwrap()).unwrap();
         let kept = keep.then_some(ours);
-        serve_one(&theirs, &host);
+        let places = Arc::new(Places::default());
+        let unread = places.enter(Kind::Unread).unwrap();
+        serve_one(&theirs, &host, &places, unread);
         kept
     };
     request(false);
