@@ -197,7 +197,7 @@ mod tests {
             let mut sent = 0u32;
             while writer.write_all(b"x").and_then(|()| writer.flush()).is_ok() {
                 sent += 1;
-                // Slow enough that the text is not whole within hours.
+                // A slow peer: at this pace the text is not whole within hours.
                 std::thread::sleep(Duration::from_millis(10));
             }
             sent

@@ -232,10 +232,11 @@ fn guest_that_lacks_pages_is_not_sent_on() {
 #[test]
 fn registration_that_a_killed_receiver_has_left_is_ended() {
     let mut moving = Move::until_it_fetches(on_kvm(Version::V10_0), &[]);
+    // The source asks in vain if the receiver is killed before it has said that the guest runs.
+    let session = moving.send.event("serving")["run"].clone();
     moving.receiving.kill();
     let pid = moving.there.child.id();
     assert!(lacks_pages(pid));
-    let session = moving.send.event("serving")["run"].clone();
     let session = serde_json::from_value(session).unwrap();
     let journals = moving.scene.b.runtime.join("journal");
     vmferry::destination::record_fetched(&journals, session).unwrap();

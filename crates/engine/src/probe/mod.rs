@@ -1,6 +1,7 @@
 //! Probes: asking another host about itself before a guest is sent there. A probe reports whether
 //! the host admits this host and the guest, what its machine is, whether the VMM that waits there
-//! could take the guest's machine, how its clock differs, and how fast the link is. It starts no session and promises nothing.
+//! could take the guest's machine, how its clock differs, and how fast the link is. It starts no
+//! session and promises nothing.
 //!
 //! [`probe`] asks. A destination answers in the thread that greets the connection, so that a
 //! running migration is not disturbed: one probe at a time, with bounded bytes and time.

@@ -118,6 +118,7 @@ impl Left {
             }
             match self.socket.as_mut().filter(|_| self.is_open) {
                 Some(socket) => self.is_open = attend(socket, &mut self.heard, slice),
+                // Without a connection nothing can happen before the next attempt.
                 None => std::thread::sleep(slice),
             }
         }

@@ -336,13 +336,8 @@ impl MissingPages {
 /// khugepaged fills the holes of a huge page with zeros, until the memory is registered. Such a
 /// page would cause no fault, and the guest would read zeros.
 fn free_present(memory: &GuestMemory, missing: &PageSet) -> Result<(), MigrateError> {
-    let populated = memory.populated()?;
-    let mut present = PageSet::for_memory(memory);
-    present.set_to_intersection(&populated, missing);
-    for slot in memory.slots().iter().filter(|slot| !slot.has_huge_pages()) {
-        for (first, pages) in present.bitmap(slot.id()).runs() {
-            memory.discard(PageRun { slot: slot.id(), first, pages })?;
-        }
+    for run in memory.present_among(missing)?.runs() {
+        memory.discard(run)?;
     }
     Ok(())
 }

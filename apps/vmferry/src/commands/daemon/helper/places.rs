@@ -1,6 +1,6 @@
 //! How many requests are served at a time. Each has a thread, and `virsh` may take 40 s.
 //!
-//! Peers cause many requests: a definition that is to be judged names hundreds of paths. So each
+//! Peers cause many requests: a definition that a peer asks about names hundreds of paths. So each
 //! kind has places of its own, and the requests of one kind never keep those of another from being
 //! served.
 

@@ -91,8 +91,10 @@ impl Scene {
         let hashes = Arc::new(PageHashes::for_memory(&destination));
         let missing = MissingPages::register(destination.clone(), hashes, missing, |all| {
             // As khugepaged does with the holes of a huge page until the memory is registered.
-            let page = (0..PAGES).find(|page| page % 3 != 2 && is_missing(*page)).unwrap();
-            all.write_at(page * PAGE, &[0; PAGE_SIZE]).unwrap();
+            let mut pages = (0..PAGES).filter(|page| page % 3 != 2 && is_missing(*page));
+            all.write_at(pages.next().unwrap() * PAGE, &[0; PAGE_SIZE]).unwrap();
+            // And as a thread does that reads one.
+            all.read_at(pages.next().unwrap() * PAGE, &mut [0]).unwrap();
             Ok(FaultRanges::register(all, 2)?)
         });
         let (sender, results) = crossbeam_channel::unbounded();

@@ -87,7 +87,7 @@ fn requests_do_not_wait_for_each_other_and_are_limited() {
     assert!(why.contains("are being served"), "{why}");
 }
 
-/// A peer has so many definitions judged that there is no place left for another path.
+/// A peer has definitions judged until no place is left for another path.
 #[test]
 fn definitions_leave_places_for_addresses() {
     let served = Served::new();
