@@ -260,7 +260,8 @@ is written to the journal, and then libvirt of this host resumes or removes the 
 Examples:
   vmferry resolve web --destination-owns
   vmferry resolve web --source-resumes
-  vmferry resolve web --give-up    # the destination is lost, and had not all pages (post-copy)
+  vmferry resolve web --give-up    # a host is lost before the guest had all pages (post-copy)
+  vmferry resolve web --give-up --dump web-memory    # at the destination: keep what is there
   vmferry resolve web --source-resumes --yes --json    # after a script has fenced the other host")]
 pub struct ResolveOptions {
     /// Name of the guest, path of its control socket, or number of the session.
@@ -271,10 +272,14 @@ pub struct ResolveOptions {
     /// The guest never ran at the destination and never will: the source resumes it.
     #[arg(long, group = "word")]
     pub source_resumes: bool,
-    /// The destination ran the guest and is lost for good, before it had all pages (post-copy): the
-    /// guest is given up, and the memory that is still here is released.
+    /// A host is lost for good before the guest had all its pages (post-copy). At the source, the
+    /// memory that is still here is released; at the destination, the guest is ended.
     #[arg(long, group = "word")]
     pub give_up: bool,
+    /// Before the guest is ended, save the memory that is here into this new directory, for
+    /// inspection.
+    #[arg(long, value_name = "DIR", requires = "give_up")]
+    pub dump: Option<PathBuf>,
     /// Don't ask: the other host was looked at, or is fenced.
     #[arg(long, short)]
     pub yes: bool,

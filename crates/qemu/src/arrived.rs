@@ -78,6 +78,15 @@ impl Arrived {
         Ok(found.into_iter().map(|(_, one)| one).collect())
     }
 
+    /// The guest that arrived in this session, while its QEMU runs and can be seen.
+    ///
+    /// # Errors
+    /// If the note can't be read.
+    pub fn of(journals: &Path, session: SessionId) -> Result<Option<Self>, QemuError> {
+        let found = Self::read(&note_path(journals, session))?;
+        Ok(found.filter(|one| one.process.can_be_seen() && one.process.lives()))
+    }
+
     /// The guests in the running QEMU with this QMP socket, by their notes. This needs no answer of
     /// QEMU.
     ///
@@ -162,6 +171,12 @@ impl Arrived {
     #[must_use]
     pub fn monitor(&self) -> &Path {
         &self.monitor
+    }
+
+    /// Size of its memory in bytes, if it may lack pages.
+    #[must_use]
+    pub fn memory_bytes(&self) -> u64 {
+        self.memory.iter().map(|(_, range)| range.end - range.start).sum()
     }
 
     /// Whether QEMU fetches the missing pages of this guest, which lacks some by the session's

@@ -199,12 +199,12 @@ pub fn has_ended_within(process: &OwnedFd, patience: Duration) -> io::Result<boo
 /// # Errors
 /// If the mappings can't be read.
 pub fn reports_missing_pages(pid: u32, ranges: &[(SlotId, Range<u64>)]) -> Result<bool, QemuError> {
-    let reported = reported_ranges(pid)?;
+    let reported = reported_mappings(pid)?;
     let is_reported = |range: &Range<u64>| {
         let mut at = range.start;
         for one in &reported {
-            if one.contains(&at) {
-                at = one.end;
+            if one.range.contains(&at) {
+                at = one.range.end;
             }
         }
         at >= range.end
@@ -217,21 +217,24 @@ pub fn reports_missing_pages(pid: u32, ranges: &[(SlotId, Range<u64>)]) -> Resul
 /// # Errors
 /// If the mappings can't be read.
 pub fn lacks_pages(pid: u32) -> Result<bool, QemuError> {
-    Ok(!reported_ranges(pid)?.is_empty())
+    Ok(!reported_mappings(pid)?.is_empty())
 }
 
-/// The mappings of which missing pages are reported, in ascending order: those with the flag `um`
-/// in `/proc/PID/smaps` (proc_pid_smaps(5)).
-fn reported_ranges(pid: u32) -> Result<Vec<Range<u64>>, QemuError> {
+/// The mappings of a process of which a userfaultfd reports missing pages, in ascending order:
+/// those with the flag `um` in `/proc/PID/smaps` (proc_pid_smaps(5)).
+///
+/// # Errors
+/// If the mappings can't be read.
+pub fn reported_mappings(pid: u32) -> Result<Vec<Mapping>, QemuError> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/smaps"))
         .map_err(|source| QemuError::Process { action: "read the mappings", pid, source })?;
-    let (mut found, mut range) = (Vec::new(), None);
+    let (mut found, mut mapping) = (Vec::new(), None);
     for line in text.lines() {
         if let Some(flags) = line.strip_prefix("VmFlags:") {
             let is_reported = flags.split_whitespace().any(|flag| flag == "um");
-            found.extend(range.take().filter(|_| is_reported));
-        } else if let Some(mapping) = parse(line) {
-            range = Some(mapping.range);
+            found.extend(mapping.take().filter(|_| is_reported));
+        } else if let Some(parsed) = parse(line) {
+            mapping = Some(parsed);
         }
     }
     Ok(found)

@@ -2,6 +2,7 @@
 
 mod moved;
 mod sessions;
+mod unattended;
 
 use bytesize::ByteSize;
 use comfy_table::{Table, presets};
@@ -11,6 +12,7 @@ use vmferry_handover::journal::{self, SessionSummary, Verdict};
 
 use self::sessions::{about_older, older_journals};
 pub use self::sessions::{began, guest_name, peer, promise};
+use self::unattended::Unattended;
 use super::finishes::{Finish, Finishes};
 use super::{directories, socket};
 use crate::args::StatusOptions;
@@ -29,6 +31,16 @@ pub fn run(options: &StatusOptions, output: &Output) -> Result<(), Failure> {
 
 fn one(guest: &str, output: &Output) -> Result<(), Failure> {
     let status = match call(&socket(guest)?, &Request::Status, &mut |_| {}) {
+        Err(error @ ClientError::NoGuest { .. }) => {
+            let journals = directories()?.journals();
+            let sessions = journal::sessions(&journals).unwrap_or_default();
+            let found = sessions.iter().filter(|one| guest_name(one) == Some(guest));
+            let Some(left) = found.rev().find_map(|one| Unattended::of(&journals, one)) else {
+                return Err(error.into());
+            };
+            output.result(&left.to_json(), || left.describe());
+            return Ok(());
+        }
         Err(error @ ClientError::Silent { .. }) => {
             let journals = directories()?.journals();
             let known = journal::sessions(&journals).ok().and_then(|all| last_word(&all, guest));
@@ -78,10 +90,11 @@ fn describe(status: &Value) -> String {
         format!("{} ({})", text(&status["name"]), text(&status["uuid"])),
         format!("  {} on {}: {}", phase(status), text(&status["guest"]), text(&status["choice"])),
         format!(
-            "  {} of {} memory, {} vCPUs, process {}{}",
+            "  {} of {} memory, {}process {}{}",
             ByteSize(status["memory_bytes"].as_u64().unwrap_or_default()),
             text(&status["memory_kind"]),
-            text(&status["vcpus"]),
+            // Not known of a QEMU that receives a guest.
+            status["vcpus"].as_u64().map_or_else(String::new, |vcpus| format!("{vcpus} vCPUs, ")),
             text(&status["pid"]),
             // A VMM of an older release does not report it.
             status["release"].as_str().map_or_else(String::new, |it| format!(" of vmferry {it}"))
@@ -184,9 +197,13 @@ fn all(output: &Output) -> Result<(), Failure> {
             |one| json!({ "session": one.session, "guest": one.guest.name, "vmm_lives": null }),
         ),
     );
+    let journals = directory.journals();
+    let unattended: Vec<Unattended> =
+        sessions.iter().filter_map(|session| Unattended::of(&journals, session)).collect();
     let older = older_journals(&directory);
     let value = json!({
         "guests": guests, "in_doubt": doubtful, "directories": places(&directory), "older": older,
+        "unattended": unattended.iter().map(Unattended::to_json).collect::<Vec<_>>(),
     });
     output.result(&value, || {
         let mut shown = if guests.is_empty() {
@@ -207,6 +224,9 @@ fn all(output: &Output) -> Result<(), Failure> {
                 text(&session["guest"]),
                 text(&session["session"])
             ));
+        }
+        for unattended in &unattended {
+            shown.push_str(&format!("\n{}", unattended.describe()));
         }
         for older in &older {
             shown.push_str(&format!("\n{}", about_older(older)));

@@ -152,7 +152,7 @@ fn guest_whose_destination_is_lost_is_given_up() {
     let mut vmm = a.guest("web", &flags);
     let (mut destination, address) = b.receive(&["--listen", "tcp:127.0.0.1:0", "--plain"]);
     let give_up = ["resolve", "web", "--give-up"];
-    a.run(&give_up).failed(9, "no other host needs pages of web");
+    a.run(&give_up).failed(9, "no other host needs pages of it from here");
     let limits = ["--max-bandwidth", "4M", "--post-copy", "now", "--downtime-limit", "5ms"];
     let mut sending =
         a.start(&[&["send", "web", "--plain", "--to", &address], &limits[..]].concat());
@@ -164,7 +164,7 @@ fn guest_whose_destination_is_lost_is_given_up() {
     a.run(&give_up).failed(2, "everything in its memory is gone");
     a.run(&[&give_up[..], &["--yes"]].concat()).exited(0);
     vmm.finish_by_ref();
-    a.run(&give_up).failed(9, "no other host needs pages of web");
+    a.run(&give_up).failed(9, "no other host needs pages of it from here");
 }
 
 /// `vmferry status web`, as people see it.
@@ -246,4 +246,37 @@ fn fetch_is_seen_on_both_hosts_and_no_second_hop_begins() {
     destination.finish().exited(0).save(&record);
     let page = report(&b, text(&record));
     assert!(page.contains("web moved") && page.contains("Waits for missing pages"), "{page}");
+}
+
+/// The VMM is the guest's process, so the operator's command ends it from outside its sandbox.
+#[test]
+fn guest_whose_source_is_lost_is_given_up() {
+    let world = World::new();
+    let (a, b) = (world.host("a"), world.host("b"));
+    for kind in ["memfd", "private"] {
+        let flags = ["--guest", "process", "--memory", "64M", "--workload", HOT];
+        let mut vmm = a.guest("web", &flags);
+        let listen = ["--listen", "tcp:127.0.0.1:0", "--plain", "--memory-kind", kind];
+        let (mut destination, address) = b.receive(&listen);
+        let limits = ["--max-bandwidth", "4M", "--post-copy", "now", "--downtime-limit", "5ms"];
+        let send = ["send", "web", "--plain", "--to", &address];
+        let sending = a.start(&[&send[..], &limits].concat());
+        destination.event("fetching");
+        vmm.kill();
+        destination.event("link-lost");
+        let directory = world.path(kind);
+        let give_up = ["resolve", "web", "--give-up", "--yes", "--dump", text(&directory)];
+        let given_up = b.run(&give_up).exited(0);
+        let dumped = given_up.last()["dumped_bytes"].as_u64().unwrap();
+        assert!(dumped > 16 << 20, "{kind}: {given_up:?}");
+        assert!(given_up.last()["absent_pages"].as_u64() > Some(1000), "{kind}: {given_up:?}");
+        let list = std::fs::read(directory.join("memory.json")).unwrap();
+        let list: Value = serde_json::from_slice(&list).unwrap();
+        assert_eq!(list["about"]["guest"]["name"], "web", "{kind}: {list}");
+        destination.finish();
+        drop(sending);
+        let left = &run_ok(&b, &["status"])["unattended"];
+        assert_eq!(left, &serde_json::json!([]), "{kind}");
+        a.run(&["resolve", "web", "--give-up", "--yes"]).exited(0);
+    }
 }

@@ -10,6 +10,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use vmferry::destination::FetchHandle;
 use vmferry::vmm::left::{LeftMemory, LeftVm};
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
 use vmferry_faults::{FaultDescriptor, FaultRanges};
@@ -29,6 +30,9 @@ const DEATH_TIMEOUT: Duration = Duration::from_secs(5);
 /// The guest and its state after the arrival was completed.
 type Completed = Result<(GuestIdentity, Finished), QemuError>;
 
+/// Told when the guest is known to run and to lack pages.
+pub type FetchWatcher = Box<dyn FnMut(FetchHandle) + Send>;
+
 /// A QEMU whose guest lacks pages. Drop it after all of them have arrived.
 pub struct LeftQemu {
     arrived: Arc<Mutex<Arrived>>,
@@ -36,6 +40,7 @@ pub struct LeftQemu {
     memory: Option<LeftMemory>,
     /// Completes the arrival.
     completing: Option<JoinHandle<Completed>>,
+    on_fetch: Option<FetchWatcher>,
     /// No other vmferry may use this QEMU.
     _lock: Lock,
 }
@@ -64,6 +69,7 @@ impl Arrived {
             journals: journals.to_owned(),
             memory: Some(memory),
             completing: None,
+            on_fetch: None,
             _lock: lock,
         })
     }
@@ -125,6 +131,12 @@ fn adopt(pid: u32, ranges: &[(SlotId, Range<u64>)]) -> Result<FaultRanges, QemuE
 }
 
 impl LeftQemu {
+    /// Has `watcher` told of the missing pages.
+    #[must_use]
+    pub fn watched_by(self, watcher: FetchWatcher) -> Self {
+        Self { on_fetch: Some(watcher), ..self }
+    }
+
     /// The guest and its state, once the session has ended.
     ///
     /// # Errors
@@ -162,6 +174,12 @@ impl DestinationVm for LeftQemu {
         self.completing =
             Some(std::thread::Builder::new().name("continue".into()).spawn(complete)?);
         Ok(())
+    }
+
+    fn fetch_begins(&mut self, fetch: FetchHandle) {
+        if let Some(watcher) = &mut self.on_fetch {
+            watcher(fetch);
+        }
     }
 }
 

@@ -1,8 +1,10 @@
 //! Guests that an earlier receiver received and that are still in their QEMUs.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use serde_json::json;
 use vmferry::destination::{Notice, Owned, Received, Witness, fetch_for_left, record_fetched};
 use vmferry_handover::journal::{self, LaterSession, Record, Side, recovered_word};
@@ -11,6 +13,7 @@ use vmferry_sandbox::Files;
 use vmferry_transport::Listener;
 use vmferry_wire::{GuestIdentity, SessionId, SessionWord};
 
+use super::fetching::Guest;
 use super::hook::{self, Call, Outcome, Phase};
 use super::waiting::{Over, RETRY_PERIOD, START_TIMEOUT, Waiting, is_of_another_user, report_end};
 use crate::args::ReceiveOptions;
@@ -147,17 +150,21 @@ pub fn lacks_pages(journals: &Path, session: SessionId) -> bool {
     journal::recover_destination(&records).is_some_and(|(state, _)| state.is_fetching())
 }
 
-/// The hook call for a session whose outcome is decided.
-fn after(journals: &Path, session: SessionId, result: Outcome) -> Option<Call> {
+/// The guest of a session that arrived, by its journal.
+fn guest_of(journals: &Path, session: SessionId) -> Option<GuestIdentity> {
     let records = journal::read(journals, session, Side::Destination).ok()?;
-    let guest = records.into_iter().find_map(|record| match record {
+    records.into_iter().find_map(|record| match record {
         Record::Open { guest, .. } => Some(guest),
         _ => None,
-    })?;
+    })
+}
+
+/// The hook call for a session whose outcome is decided.
+fn after(journals: &Path, session: SessionId, result: Outcome) -> Option<Call> {
     Some(Call {
         phase: Phase::After,
         side: hook::Side::Destination,
-        guest,
+        guest: guest_of(journals, session)?,
         session: Some(session.to_string()),
         peer: None,
         result: Some(result),
@@ -206,8 +213,18 @@ pub fn fetch_for(
     output: &Output,
 ) -> Result<(), Failure> {
     let (pid, qmp, session) = (arrived.pid(), arrived.monitor().to_owned(), arrived.session());
+    let places = directories()?;
+    let memory_bytes = arrived.memory_bytes();
+    // Without the first record of the journal, no name is known.
+    let mut guest = guest_of(&places.journals(), session).map(|identity| Guest {
+        identity,
+        pid: Some(pid),
+        qmp: qmp.clone(),
+        release: "QEMU".into(),
+        memory_bytes,
+    });
     // Before the restrictions, which forbid to look into other processes.
-    let left = arrived.take_over(&directories()?.journals())?;
+    let left = arrived.take_over(&places.journals())?;
     let mut files = Files::default();
     // Shows whether QEMU's process is stopped.
     files.read.push(format!("/proc/{pid}/stat").into());
@@ -223,7 +240,15 @@ pub fn fetch_for(
         )
     });
     let mut watch = |notice: &Notice| tell(notice, output);
-    let owned = match fetch_for_left(listener, left, session, &waiting.config, &mut watch) {
+    let shown = Arc::new(Mutex::new(None));
+    let (showing, of) = (Arc::clone(&shown), output.clone());
+    let left = left.watched_by(Box::new(move |fetch| {
+        *showing.lock() = guest.take().and_then(|guest| guest.show(&places, fetch, &of));
+    }));
+    let received = fetch_for_left(listener, left, session, &waiting.config, &mut watch);
+    // The guest's name is free for the next migration.
+    *shown.lock() = None;
+    let owned = match received {
         Received::Owns(owned) => *owned,
         Received::Nothing { error, .. } => return Err(error.into()),
     };

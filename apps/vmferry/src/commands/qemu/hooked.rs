@@ -12,11 +12,13 @@ use vmferry::source::{Orders, Report};
 use vmferry::vmm::storage::DestinationStorage;
 use vmferry::vmm::streamed::{LateEnd, LateStreams};
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
+use vmferry_control::Directories;
 use vmferry_faults::FaultRanges;
-use vmferry_memory::GuestMemory;
+use vmferry_memory::{GuestMemory, PAGE_SIZE};
 use vmferry_qemu::ProcessIdentity;
 use vmferry_wire::{GuestIdentity, SessionId};
 
+use super::fetching::{Guest, ReceivingQemu, Shown};
 use super::hook::{Call, Hook, HookError, HookRunner, Outcome, Phase, Side};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -161,7 +163,8 @@ pub enum SwitchoverRelease {
     HookAndUser,
 }
 
-/// The destination's side: a VM that runs a hook before it accepts a guest and after the outcome.
+/// The destination's side: a QEMU with a hook, which runs before a guest is accepted and after the
+/// outcome. While the guest lacks pages, it has a control socket.
 pub struct Hooked<V> {
     /// The VM.
     pub vm: V,
@@ -169,13 +172,25 @@ pub struct Hooked<V> {
     /// The `before` call whose `after` is due.
     pending: Option<Call>,
     session: Option<String>,
+    /// The guest that was announced, and the size of its memory.
+    guest: Option<(GuestIdentity, u64)>,
+    /// Where its control socket is.
+    places: Option<Directories>,
+    shown: Option<Shown>,
     output: Output,
 }
 
 impl<V> Hooked<V> {
     /// Wraps a VM. Without a runner, no hook runs.
     pub fn new(vm: V, runner: Option<Arc<HookRunner>>, output: &Output) -> Self {
-        Self { vm, runner, pending: None, session: None, output: output.clone() }
+        let (pending, session, guest) = (None, None, None);
+        let (places, shown) = (None, None);
+        Self { vm, runner, pending, session, guest, places, shown, output: output.clone() }
+    }
+
+    /// The guest has a control socket while it lacks pages.
+    pub fn shown_in(self, places: Directories) -> Self {
+        Self { places: Some(places), ..self }
     }
 
     fn before(&mut self, guest: &GuestIdentity) -> Result<(), HookError> {
@@ -204,8 +219,10 @@ impl<V> Hooked<V> {
     }
 }
 
-impl<V: DestinationVm> DestinationVm for Hooked<V> {
+impl<V: DestinationVm + ReceivingQemu> DestinationVm for Hooked<V> {
     fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
+        let pages: u64 = guest.layout.iter().map(|slot| slot.pages).sum();
+        self.guest = Some((guest.identity.clone(), pages * PAGE_SIZE as u64));
         self.before(&guest.identity).map_err(|error| PrepareError::Vm(error.into()))?;
         let prepared = self.vm.prepare(guest);
         if prepared.is_err() {
@@ -235,10 +252,21 @@ impl<V: DestinationVm> DestinationVm for Hooked<V> {
     }
 
     fn fetch_begins(&mut self, fetch: FetchHandle) {
+        if let (Some(places), Some((identity, memory_bytes))) = (&self.places, self.guest.clone()) {
+            let guest = Guest {
+                identity,
+                pid: self.vm.process(),
+                qmp: self.vm.monitor().to_owned(),
+                release: self.vm.release(),
+                memory_bytes,
+            };
+            self.shown = guest.show(places, fetch.clone(), &self.output);
+        }
         self.vm.fetch_begins(fetch);
     }
 
     fn fetch_ends(&mut self) {
+        self.shown = None;
         self.vm.fetch_ends();
     }
 

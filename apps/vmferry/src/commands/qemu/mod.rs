@@ -2,6 +2,7 @@
 //! starter of QEMU, the runner of hooks, and the guardian of a guest that is being sent.
 
 mod arrived;
+mod fetching;
 mod found;
 pub mod guard;
 pub mod hook;

@@ -12,11 +12,12 @@ use vmferry::{DestinationConfig, DestinationVm, MigrateError};
 use vmferry_qemu::{QemuError, wait_until_gone};
 use vmferry_sandbox::{Files, Work};
 
+use super::fetching::ReceivingQemu;
 use super::hook::{Call, Hook, HookRunner, Outcome};
 use super::hooked::Hooked;
 use crate::args::ReceiveOptions;
-use crate::commands::prepared_directories;
 use crate::commands::reception::{announce, config, tell};
+use crate::commands::{directories, prepared_directories};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 use crate::restrict::restrict;
@@ -97,13 +98,13 @@ impl Waiting {
         }
     }
 
-    pub(super) fn receive<V: DestinationVm>(
+    pub(super) fn receive<V: DestinationVm + ReceivingQemu>(
         &self,
         listener: vmferry_transport::Listener,
         vm: V,
         output: &Output,
     ) -> Result<Owned<Hooked<V>>, Failure> {
-        let vm = Hooked::new(vm, self.hook.clone(), output);
+        let vm = Hooked::new(vm, self.hook.clone(), output).shown_in(directories()?);
         let (come, has_come) = channel();
         if let Some(wait) = self.wait {
             let (stop, output) = (self.stop.clone(), output.clone());
@@ -130,7 +131,7 @@ impl Waiting {
 
     /// Reports the received guest, and starts it if the handover could not. Returns an error with
     /// it if it does not start.
-    pub(super) fn received<V: DestinationVm>(
+    pub(super) fn received<V: DestinationVm + ReceivingQemu>(
         &self,
         owned: Owned<Hooked<V>>,
         qmp: &Path,

@@ -1,7 +1,11 @@
-//! `vmferry resolve --give-up`: a guest that lacks pages has lost its host.
+//! `vmferry resolve --give-up`: a guest that lacks pages has lost one of its hosts.
+
+mod arrived;
+mod memory;
+mod process;
 
 use serde_json::json;
-use vmferry_control::{ClientError, Request, call};
+use vmferry_control::{ClientError, Directories, Request, call};
 use vmferry_handover::journal::{
     self, FileJournal, Journal, JournalError, Record, SessionSummary, Side,
 };
@@ -13,30 +17,53 @@ use crate::commands::status::{began, guest_name, peer};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// Tells the process that serves the guest's pages, or writes to the journal if that has died. Asks
-/// for confirmation first.
+/// Gives up the guest on the host where it runs, or the memory on the host that it has left.
 pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
     let directory = directories()?;
-    let journals = directory.journals();
-    let sessions = journal::sessions(&journals).map_err(internal)?;
-    let serves = |one: &&SessionSummary| one.side == Side::Source && one.lacks_pages();
-    let meant = sessions.iter().filter(|one| is_meant(one, &options.guest));
-    let serving: Vec<&SessionSummary> = meant.filter(serves).collect();
-    let [session] = serving[..] else {
-        let text = match serving.len() {
-            0 => format!(
-                "no other host needs pages of {} from here, so there is nothing to give up: \
-                 `vmferry status --sessions` shows what was promised",
+    let sessions = journal::sessions(&directory.journals()).map_err(internal)?;
+    let meant = sessions.iter().filter(|one| one.lacks_pages() && is_meant(one, &options.guest));
+    let (serving, here): (Vec<_>, Vec<_>) = meant.partition(|one| one.side == Side::Source);
+    let lives = |one: &&&SessionSummary| arrived::Vmm::of(&directory, one).is_some();
+    let living: Vec<_> = here.iter().filter(lives).copied().collect();
+    // A host can be both. Then the side whose memory is of use decides.
+    match (&living[..], &serving[..], &here[..]) {
+        ([session], ..) | ([], [], [session]) => {
+            arrived::give_up(&directory, session, options, output)
+        }
+        ([], [session], _) => release(&directory, session, options, output),
+        ([], [], []) => {
+            let text = format!(
+                "{} lacks no pages of another host here, and no other host needs pages of it from \
+                 here, so there is nothing to give up: `vmferry status --sessions` shows what was \
+                 promised",
                 options.guest
-            ),
-            _ => format!(
-                "other hosts need pages of several guests named {}: give the number of one \
-                 session, from `vmferry status --sessions`",
+            );
+            Err(Failure::new(Code::WrongState, text))
+        }
+        _ => {
+            let text = format!(
+                "several guests named {} lack pages: give the number of one session, from \
+                 `vmferry status --sessions`",
                 options.guest
-            ),
-        };
+            );
+            Err(Failure::new(Code::WrongState, text))
+        }
+    }
+}
+
+/// Tells the process that serves the guest's pages, or writes to the journal if that has died. Asks
+/// for confirmation first.
+fn release(
+    directory: &Directories,
+    session: &SessionSummary,
+    options: &ResolveOptions,
+    output: &Output,
+) -> Result<(), Failure> {
+    if options.dump.is_some() {
+        let text = "--dump saves the memory of a guest that runs on this host, and this one has \
+                    left it: what is here is in the paused QEMU or VMM that it has left";
         return Err(Failure::new(Code::WrongState, text));
-    };
+    }
     let name = guest_name(session).unwrap_or(&options.guest).to_owned();
     let reminder = format!(
         "session {} of {name} with {}, begun {}: the guest has run there, and lacks pages that \
@@ -53,6 +80,7 @@ pub fn run(options: &ResolveOptions, output: &Output) -> Result<(), Failure> {
     match call(&directory.socket(&name), &Request::GiveUp, &mut |_| {}) {
         Ok(_) => {}
         Err(ClientError::NoGuest { .. }) => {
+            let journals = directory.journals();
             let reopened = FileJournal::reopen(&journals, session.session, Side::Source);
             let (mut journal, _) = reopened.map_err(|error| match error {
                 JournalError::InUse { .. } => in_use(session),

@@ -3,12 +3,15 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crossbeam_channel::Sender;
 use parking_lot::Mutex;
 use serde::Serialize;
 use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun};
 
+use super::FetchContext;
 use super::lanes::Lanes;
 use crate::data::destination::missing::MissingPages;
+use crate::machine::destination::io::Input;
 use crate::stats::FetchStats;
 
 /// How often the rate is measured.
@@ -29,6 +32,7 @@ struct Shared {
 struct Fetch {
     missing: Arc<MissingPages>,
     lanes: Arc<Mutex<Lanes>>,
+    results: Sender<Input>,
     /// Pages that were missing when the guest started.
     missing_pages: u64,
     sampled: Sample,
@@ -79,16 +83,13 @@ impl std::fmt::Debug for FetchHandle {
 
 impl FetchHandle {
     /// A handle for a guest that has just been started.
-    pub(super) fn new(
-        source: String,
-        missing: Arc<MissingPages>,
-        lanes: Arc<Mutex<Lanes>>,
-    ) -> Self {
+    pub(super) fn new(source: String, context: FetchContext, lanes: Arc<Mutex<Lanes>>) -> Self {
+        let FetchContext { missing, results, .. } = context;
         let started = Instant::now();
         let remaining_pages = missing.left();
         let sampled = Sample { at: started, remaining_pages };
         let missing_pages = missing.counts().0.placed_pages() + remaining_pages;
-        let fetch = Fetch { missing, lanes, missing_pages, sampled, pages_per_s: 0.0 };
+        let fetch = Fetch { missing, lanes, results, missing_pages, sampled, pages_per_s: 0.0 };
         Self(Arc::new(Shared { source, started, fetch: Mutex::new(Some(fetch)) }))
     }
 
@@ -112,6 +113,15 @@ impl FetchHandle {
             (first < end).then(|| PageRun { slot: slot.id(), first, pages: end - first })
         });
         !touched.into_iter().any(|run| fetch.missing.has_any(run))
+    }
+
+    /// The guest's VMM is a process of its own, and has ended. Without this the destination notices
+    /// it only when the next page arrives. Means nothing once no page is missing.
+    pub fn guest_has_ended(&self) {
+        if let Some(fetch) = self.0.fetch.lock().as_ref() {
+            // Fails only if the session has ended.
+            let _ = fetch.results.send(Input::GuestEnded);
+        }
     }
 
     /// Measures the rate, and returns the progress once in each interval.

@@ -217,8 +217,8 @@ impl FetchLanes {
     /// A handle to the progress, for a guest that runs from now on. `None` if nothing is fetched.
     #[must_use]
     pub fn handle(&self, source: String) -> Option<FetchHandle> {
-        let missing = Arc::clone(self.missing()?);
-        Some(FetchHandle::new(source, missing, Arc::clone(&self.lanes)))
+        let context = self.context.clone()?;
+        Some(FetchHandle::new(source, context, Arc::clone(&self.lanes)))
     }
 
     /// A lane has lost its channel. The other lanes take over what was requested on it.
