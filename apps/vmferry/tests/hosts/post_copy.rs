@@ -260,8 +260,10 @@ fn guest_whose_source_is_lost_is_given_up() {
         let (mut destination, address) = b.receive(&listen);
         let limits = ["--max-bandwidth", "4M", "--post-copy", "now", "--downtime-limit", "5ms"];
         let send = ["send", "web", "--plain", "--to", &address];
-        let sending = a.start(&[&send[..], &limits].concat());
+        let mut sending = a.start(&[&send[..], &limits].concat());
         destination.event("fetching");
+        // Until then the source is in doubt.
+        sending.event("serving");
         vmm.kill();
         destination.event("link-lost");
         let directory = world.path(kind);

@@ -10,7 +10,7 @@ use vmferry_qemu::wait_for_end;
 use vmferry_qemu_lab::{Qemu, Version};
 
 use super::{Move, PAGE, content, emulated, is_there, on_kvm};
-use crate::support::stops::guardian_of;
+use crate::support::stops::{Stopped, guardian_of};
 use crate::support::{Ended, in_parallel, run_ok, text};
 
 impl Move {
@@ -39,10 +39,8 @@ impl Move {
 }
 
 /// The pages of a guest's memory at the destination; `None` for those that are not there. The QEMU
-/// is stopped, so they stay as they are.
+/// must be stopped, so that they stay as they are.
 fn pages_of(qemu: &Qemu) -> Vec<Option<[u8; PAGE as usize]>> {
-    let qemu_process = Pid::from_child(&qemu.child);
-    kill_process(qemu_process, Signal::STOP).unwrap();
     let file = File::open(&qemu.memory_files()[0]).unwrap();
     let pages = file.metadata().unwrap().len() / PAGE;
     (0..pages).map(|page| is_there(&file, page).then(|| content(&file, page))).collect()
@@ -113,9 +111,11 @@ fn guest_without_a_receiver_is_seen_and_given_up() {
     assert_eq!((&left[0]["phase"], &left[0]["side"]), (&"moved".into(), &"source".into()));
     moving.scene.b.run(&["resolve", "tested", "--give-up"]).failed(2, "FIRST make sure");
     assert!(moving.there.child.try_wait().unwrap().is_none(), "nobody has confirmed it");
+    let stopped = Stopped::now(moving.there.child.id());
     let memory = pages_of(&moving.there);
     let directory = moving.scene.world.path("dump");
     let ended = moving.give_up(&["--dump", text(&directory)]).exited(0);
+    drop(stopped);
     check_dump(&directory, &ended, &memory);
     moving.is_given_up();
     moving.scene.a.run(&["resolve", "tested", "--give-up", "--yes"]).exited(0);
