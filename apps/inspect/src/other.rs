@@ -87,7 +87,8 @@ fn fields(promise: &Promise) -> Value {
         | Promise::Serving
         | Promise::RunIntent
         | Promise::RunIntentPostCopy
-        | Promise::Fetched => json!({}),
+        | Promise::Fetched
+        | Promise::Ended => json!({}),
     }
 }
 

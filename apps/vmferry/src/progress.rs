@@ -177,6 +177,7 @@ impl<'a> Progress<'a> {
                             | "recalled"
                             | "in-doubt"
                             | "serving-failed"
+                            | "guest-crashed"
                             | "throttled"
                             | "held"
                             | "unknown-fields"

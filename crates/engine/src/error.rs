@@ -121,6 +121,13 @@ pub enum MigrateError {
         /// What the VMM's end looks like.
         source: VmError,
     },
+    /// The guest has crashed at the destination while it lacked pages. Its VMM is a process of its
+    /// own, and has ended.
+    #[error(
+        "the guest has crashed here while it lacked pages of the source: its VMM has ended. It is \
+         lost, and can only be started again from its disks"
+    )]
+    CrashedLacking,
     /// The operator has given up a guest that lacked pages.
     #[error("the guest was given up while it lacked pages of this host, and is lost")]
     GivenUp,
@@ -315,6 +322,7 @@ impl MigrateError {
             Self::DigestMismatch { .. }
             | Self::VerifyMismatch { .. }
             | Self::PagesLost { .. }
+            | Self::CrashedLacking
             | Self::GivenUp => ErrorClass::Corrupt,
             Self::Vm { source, .. } if Told::of(source).is_some_and(Told::is_incompatible) => {
                 ErrorClass::Incompatible
@@ -346,7 +354,7 @@ impl MigrateError {
             Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ReasonCode::DigestMismatch,
             Self::DirtyLog(_) | Self::Memory(_) | Self::Faults(_) => ReasonCode::Memory,
             Self::Vm { .. } => ReasonCode::State,
-            Self::PagesLost { .. } | Self::GivenUp => ReasonCode::PagesLost,
+            Self::PagesLost { .. } | Self::CrashedLacking | Self::GivenUp => ReasonCode::PagesLost,
             Self::Journal(_) => ReasonCode::Journal,
             Self::Refused { reason, .. } | Self::EndedByPeer { reason, .. } => reason.code,
             Self::Config(_)

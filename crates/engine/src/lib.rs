@@ -51,7 +51,7 @@ pub mod source {
 pub mod destination {
     pub use crate::data::destination::fetch::handle::{FetchHandle, FetchProgress};
     pub use crate::driver::destination::absent::answer_without_receiver;
-    pub use crate::driver::destination::left::{fetch_for_left, record_fetched};
+    pub use crate::driver::destination::left::{fetch_for_left, record_crashed, record_fetched};
     pub use crate::driver::destination::notice::Notice;
     pub use crate::driver::destination::receive::{Owned, Received, Stop, Witness, receive};
     pub use crate::machine::destination::io::Report;

@@ -19,6 +19,11 @@ pub enum DestinationState {
     Fetching,
     /// Every page is placed, and FETCHED is being written.
     FetchedWriting,
+    /// The guest has ended while it lacked pages, and ENDED is being written.
+    EndedWriting,
+    /// ENDED is on disk: the guest was this host's, and has ended while it lacked pages. It needs
+    /// nothing of the source any more.
+    Ended,
     /// ABORTED is being written.
     AbortWriting,
     /// ABORTED is on disk: the guest never runs here.
@@ -44,10 +49,14 @@ pub enum DestinationEvent {
     CommitTimeout,
     /// RUN-INTENT of a session of this kind is on disk.
     IntentWritten(SessionKind),
-    /// Every page is placed, or the guest has ended: nothing of the source is needed.
+    /// Every page is placed, or the guest was ended on purpose: nothing of the source is needed.
     Fetched,
     /// FETCHED is on disk.
     FetchedWritten,
+    /// The guest has crashed while it lacked pages.
+    Crashed,
+    /// ENDED is on disk.
+    EndedWritten,
     /// ABORTED is on disk.
     AbortWritten,
     /// A write to the journal failed. The record may or may not be on disk.
@@ -73,6 +82,10 @@ pub enum DestinationEffect {
     SendFetching,
     /// Append FETCHED, synced, and report `FetchedWritten` or `JournalFailed`.
     WriteFetched,
+    /// Append ENDED, synced, and report `EndedWritten` or `JournalFailed`.
+    WriteEnded,
+    /// Tell the source that the guest has ended here while it lacked pages.
+    SendEnded,
     /// Tell the source that the guest never ran here and never will.
     SendAborted,
     /// Discard the guest's memory and state on this host.
@@ -82,22 +95,22 @@ pub enum DestinationEffect {
 }
 
 impl DestinationState {
-    /// Whether the guest may run on this host in this state.
+    /// Whether the guest is this host's, so that it may run here.
     #[must_use]
     pub fn may_run(self) -> bool {
-        matches!(self, Self::Owns | Self::Fetching | Self::FetchedWriting)
+        matches!(self, Self::Owns | Self::Ended) || self.is_fetching()
     }
 
     /// Whether the guest may run here and lacks pages, as far as the journal says.
     #[must_use]
     pub fn is_fetching(self) -> bool {
-        matches!(self, Self::Fetching | Self::FetchedWriting)
+        matches!(self, Self::Fetching | Self::FetchedWriting | Self::EndedWriting)
     }
 
     /// Whether the handover has ended on this side.
     #[must_use]
     pub fn is_final(self) -> bool {
-        matches!(self, Self::Owns | Self::Aborted | Self::Stuck)
+        matches!(self, Self::Owns | Self::Ended | Self::Aborted | Self::Stuck)
     }
 
     /// The word that this side gives about its session.
@@ -108,7 +121,8 @@ impl DestinationState {
                 SessionWord::Pending
             }
             Self::Owns => SessionWord::Owns,
-            Self::Fetching | Self::FetchedWriting => SessionWord::Fetching,
+            Self::Fetching | Self::FetchedWriting | Self::EndedWriting => SessionWord::Fetching,
+            Self::Ended => SessionWord::Ended,
             Self::Aborted => SessionWord::Aborted,
             Self::Stuck => SessionWord::Unknown,
         }
@@ -129,6 +143,7 @@ impl DestinationState {
                     SessionWord::Aborted => &[Do::Answer(SessionWord::Aborted)],
                     SessionWord::Owns => &[Do::Answer(SessionWord::Owns)],
                     SessionWord::Fetching => &[Do::Answer(SessionWord::Fetching)],
+                    SessionWord::Ended => &[Do::Answer(SessionWord::Ended)],
                 },
             ),
 
@@ -150,8 +165,10 @@ impl DestinationState {
             }
             (S::Fetching, On::Fetched) => (S::FetchedWriting, &[Do::WriteFetched]),
             (S::FetchedWriting, On::FetchedWritten) => (S::Owns, &[Do::SendRunning]),
-            // The source keeps the pages until a later attempt succeeds. The guest runs on.
-            (S::FetchedWriting, On::JournalFailed) => (S::Fetching, &[]),
+            (S::Fetching, On::Crashed) => (S::EndedWriting, &[Do::WriteEnded]),
+            (S::EndedWriting, On::EndedWritten) => (S::Ended, &[Do::SendEnded]),
+            // The source keeps the pages until a later attempt succeeds.
+            (S::FetchedWriting | S::EndedWriting, On::JournalFailed) => (S::Fetching, &[]),
             (S::AbortWriting, On::AbortWritten) => (S::Aborted, &[Do::SendAborted, Do::Discard]),
             (S::AbortWriting, On::JournalFailed) => (S::Stuck, &[Do::Discard]),
             // RUN-INTENT may be on disk. If it is, the next process needs the guest.
@@ -159,7 +176,10 @@ impl DestinationState {
 
             // A repeated COMMIT: the answer to the first one was lost.
             (S::Owns, On::Commit) => (S::Owns, &[Do::SendRunning]),
-            (S::Fetching | S::FetchedWriting, On::Commit) => (self, &[Do::SendFetching]),
+            (S::Fetching | S::FetchedWriting | S::EndedWriting, On::Commit) => {
+                (self, &[Do::SendFetching])
+            }
+            (S::Ended, On::Commit) => (S::Ended, &[Do::SendEnded]),
             (S::Aborted, On::Commit) => (S::Aborted, &[Do::SendAborted]),
 
             (state, _) => (state, &[]),
@@ -176,6 +196,8 @@ pub struct DestinationRecords {
     pub intent: Option<SessionKind>,
     /// Whether it holds FETCHED.
     pub fetched: bool,
+    /// Whether it holds ENDED.
+    pub ended: bool,
     /// Whether it holds ABORTED.
     pub aborted: bool,
 }
@@ -190,14 +212,17 @@ pub fn recover_destination(
     records: DestinationRecords,
 ) -> Option<(DestinationState, &'static [DestinationEffect])> {
     use DestinationEffect as Do;
-    let DestinationRecords { opened, intent, fetched, aborted } = records;
+    let DestinationRecords { opened, intent, fetched, ended, aborted } = records;
     Some(match (opened, intent, aborted) {
+        (_, Some(SessionKind::PostCopy), false) if ended && !fetched => {
+            (DestinationState::Ended, &[])
+        }
         (_, Some(SessionKind::PostCopy), false) if !fetched => {
             (DestinationState::Fetching, &[Do::Run, Do::SendFetching])
         }
         (_, Some(_), false) => (DestinationState::Owns, &[Do::Run]),
-        // No version of this code writes FETCHED without RUN-INTENT. No word may be given.
-        (_, None, _) if fetched => (DestinationState::Stuck, &[]),
+        // No version of this code writes these without RUN-INTENT. No word may be given.
+        (_, None, _) if fetched || ended => (DestinationState::Stuck, &[]),
         (_, None, true) => (DestinationState::Aborted, &[Do::Discard]),
         // ABORTED must be on disk before it is sent.
         (true, None, false) => (DestinationState::AbortWriting, &[Do::WriteAborted]),
@@ -211,18 +236,20 @@ pub fn recover_destination(
 mod tests {
     use super::*;
 
-    const STATES: [DestinationState; 9] = [
+    const STATES: [DestinationState; 11] = [
         DestinationState::Receiving,
         DestinationState::Ready,
         DestinationState::IntentWriting,
         DestinationState::Owns,
         DestinationState::Fetching,
         DestinationState::FetchedWriting,
+        DestinationState::EndedWriting,
+        DestinationState::Ended,
         DestinationState::AbortWriting,
         DestinationState::Aborted,
         DestinationState::Stuck,
     ];
-    const EVENTS: [DestinationEvent; 12] = [
+    const EVENTS: [DestinationEvent; 14] = [
         DestinationEvent::Loaded,
         DestinationEvent::Commit,
         DestinationEvent::Failed,
@@ -232,6 +259,8 @@ mod tests {
         DestinationEvent::IntentWritten(SessionKind::PostCopy),
         DestinationEvent::Fetched,
         DestinationEvent::FetchedWritten,
+        DestinationEvent::Crashed,
+        DestinationEvent::EndedWritten,
         DestinationEvent::AbortWritten,
         DestinationEvent::JournalFailed,
         DestinationEvent::Query,
@@ -252,16 +281,29 @@ mod tests {
 
     #[test]
     fn source_is_freed_only_after_fetched_is_written() {
-        for state in [DestinationState::Fetching, DestinationState::FetchedWriting] {
+        use DestinationState::{EndedWriting, FetchedWriting, Fetching};
+        for state in [Fetching, FetchedWriting, EndedWriting] {
             assert_eq!(state.word(), SessionWord::Fetching);
             for event in EVENTS {
                 let (next, effects) = state.step(event);
-                let written = state == DestinationState::FetchedWriting
-                    && event == DestinationEvent::FetchedWritten;
+                let written = state == FetchedWriting && event == DestinationEvent::FetchedWritten;
                 assert_eq!(next == DestinationState::Owns, written, "{state:?} {event:?}");
                 assert_eq!(effects.contains(&DestinationEffect::SendRunning), written);
                 assert!(next.may_run(), "{state:?} {event:?}");
             }
+        }
+    }
+
+    #[test]
+    fn source_is_told_of_a_crash_only_after_ended_is_written() {
+        for (state, event) in STATES.into_iter().flat_map(|s| EVENTS.map(|event| (s, event))) {
+            let (next, effects) = state.step(event);
+            let written =
+                state == DestinationState::EndedWriting && event == DestinationEvent::EndedWritten;
+            let stays = state == DestinationState::Ended;
+            assert_eq!(next == DestinationState::Ended, written || stays, "{state:?} {event:?}");
+            let tells = effects.contains(&DestinationEffect::SendEnded);
+            assert!(!tells || written || stays, "{state:?} {event:?}");
         }
     }
 
@@ -318,8 +360,13 @@ mod tests {
     #[test]
     fn recover_destination_follows_the_journal() {
         use DestinationEffect as Do;
-        let opened =
-            DestinationRecords { opened: true, intent: None, fetched: false, aborted: false };
+        let opened = DestinationRecords {
+            opened: true,
+            intent: None,
+            fetched: false,
+            ended: false,
+            aborted: false,
+        };
         let intent = |intent| DestinationRecords { intent: Some(intent), ..opened };
         let without = intent(SessionKind::PostCopy);
         let aborted = DestinationRecords { aborted: true, ..opened };
@@ -330,6 +377,12 @@ mod tests {
                 DestinationRecords { fetched: true, ..without },
                 Some((DestinationState::Owns, &[Do::Run])),
             ),
+            (DestinationRecords { ended: true, ..without }, Some((DestinationState::Ended, &[]))),
+            (
+                DestinationRecords { ended: true, fetched: true, ..without },
+                Some((DestinationState::Owns, &[Do::Run])),
+            ),
+            (DestinationRecords { ended: true, ..opened }, Some((DestinationState::Stuck, &[]))),
             (aborted, Some((DestinationState::Aborted, &[Do::Discard]))),
             (opened, Some((DestinationState::AbortWriting, &[Do::WriteAborted]))),
             (DestinationRecords { opened: false, ..opened }, None),

@@ -75,7 +75,7 @@ pub enum SessionKind {
 }
 
 /// A destination's answer about a session. It is final, except that `Pending` is followed by
-/// another word, and `Fetching` by `Owns`.
+/// another word, and `Fetching` by `Owns` or `Ended`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum SessionWord {
@@ -91,6 +91,9 @@ pub enum SessionWord {
     /// The destination's journal says that it runs the guest, which still lacks pages that only the
     /// source has.
     Fetching,
+    /// The destination's journal says that the guest has run there, and has crashed while it lacked
+    /// pages that only the source has.
+    Ended,
 }
 
 #[cfg(test)]

@@ -29,6 +29,12 @@
 //!      |  <-------------------------------RUNNING------ Owns
 //!   Given
 //!
+//!   If the guest crashes there while it lacks pages, its memory at the source is kept:
+//!
+//!      |                                                EndedWriting   journal ENDED
+//!      |  <---------------------------------ENDED------ Ended
+//!   Ended        until the operator gives the guest up -> Given
+//!
 //!   until COMMIT is journaled: any failure             until RUN-INTENT is journaled: any failure
 //!   -> Kept, the guest resumes                         -> AbortWriting -> Aborted, never runs
 //!   after it: link lost -> InDoubt, asks               in Ready, a lost link does not abort before
@@ -40,7 +46,8 @@
 //! 2. The source enters `Kept` from a committed state only after the destination's journaled word
 //!    `Aborted`, or on the operator's order.
 //! 3. The destination runs the guest only in `Owns`, `Fetching` and `FetchedWriting`, which it
-//!    enters only when RUN-INTENT is on disk.
+//!    enters only when RUN-INTENT is on disk. From there on the guest is the destination's, also
+//!    when it has crashed (`EndedWriting`, `Ended`).
 //! 4. A destination's journal never holds both RUN-INTENT and ABORTED.
 //! 5. A restarted source asks, and never sends COMMIT.
 //! 6. A session that a destination does not know is not aborted: the word is `Unknown`.
@@ -49,6 +56,8 @@
 //! 8. RUNNING and the word `Owns` mean that the destination needs nothing of the source. A guest
 //!    that lacks pages is `Fetching`, and the source keeps its memory in `Serving`, which ends only
 //!    with RUNNING, `Owns`, or the operator's order to give the guest up.
+//! 9. The word `Ended` means that the guest has crashed while it lacked pages. It frees nothing:
+//!    only the operator's order does.
 
 #![forbid(unsafe_code)]
 

@@ -25,6 +25,9 @@ pub enum SourceState {
     /// The destination runs the guest and still fetches pages of its memory from here. The memory
     /// is kept, and the guest never runs here again.
     Serving,
+    /// The guest has crashed at the destination while it lacked pages of its memory, which is kept
+    /// here until an operator gives the guest up.
+    Ended,
     /// The destination owns the guest and needs nothing of this host.
     Given,
     /// The source owns the guest, and the guest runs here.
@@ -113,7 +116,7 @@ impl SourceState {
     /// Whether COMMIT is in the journal, so that nothing on this host may resume the guest.
     #[must_use]
     pub fn is_committed(self) -> bool {
-        matches!(self, Self::Committed | Self::InDoubt { .. } | Self::Serving)
+        matches!(self, Self::Committed | Self::InDoubt { .. } | Self::Serving | Self::Ended)
     }
 
     /// Whether the handover has ended on this side.
@@ -160,7 +163,11 @@ impl SourceState {
             (S::Serving, On::LinkLost | On::Failed | On::Word(SessionWord::Unknown)) => {
                 (S::Serving, &[Do::Ask])
             }
-            (S::Serving, On::GiveUp) => (S::Given, &[Do::WriteGiven, Do::Release]),
+            (S::Serving, On::Word(SessionWord::Ended)) => (S::Ended, &[]),
+            (S::Committed | S::InDoubt { .. }, On::Word(SessionWord::Ended)) => {
+                (S::Ended, &[Do::WriteServing])
+            }
+            (S::Serving | S::Ended, On::GiveUp) => (S::Given, &[Do::WriteGiven, Do::Release]),
             (S::Committed | S::InDoubt { .. }, On::Word(SessionWord::Aborted)) => {
                 (S::Kept, &[Do::Resume, Do::WriteKept])
             }
@@ -222,7 +229,7 @@ pub fn recover_source(records: SourceRecords) -> (SourceState, &'static [SourceE
 mod tests {
     use super::*;
 
-    const STATES: [SourceState; 9] = [
+    const STATES: [SourceState; 10] = [
         SourceState::Holding,
         SourceState::Committing { cut: false },
         SourceState::Committing { cut: true },
@@ -230,10 +237,11 @@ mod tests {
         SourceState::InDoubt { recovered: false },
         SourceState::InDoubt { recovered: true },
         SourceState::Serving,
+        SourceState::Ended,
         SourceState::Given,
         SourceState::Kept,
     ];
-    const EVENTS: [SourceEvent; 15] = [
+    const EVENTS: [SourceEvent; 16] = [
         SourceEvent::Ready,
         SourceEvent::CommitWritten,
         SourceEvent::CommitFailed,
@@ -243,6 +251,7 @@ mod tests {
         SourceEvent::Word(SessionWord::Aborted),
         SourceEvent::Word(SessionWord::Owns),
         SourceEvent::Word(SessionWord::Fetching),
+        SourceEvent::Word(SessionWord::Ended),
         SourceEvent::LinkLost,
         SourceEvent::Failed,
         SourceEvent::Operator(OperatorWord::DestinationOwns),
@@ -277,13 +286,28 @@ mod tests {
                 SourceEvent::Running | SourceEvent::Word(SessionWord::Owns) | SourceEvent::GiveUp
             );
             assert_eq!(effects.contains(&SourceEffect::Release), frees, "{event:?}");
-            assert_eq!(next, if frees { SourceState::Given } else { SourceState::Serving });
+            let ended = event == SourceEvent::Word(SessionWord::Ended);
+            let stays = if ended { SourceState::Ended } else { SourceState::Serving };
+            assert_eq!(next, if frees { SourceState::Given } else { stays }, "{event:?}");
+        }
+    }
+
+    #[test]
+    fn only_an_operator_frees_what_a_crashed_guest_lacked() {
+        for event in EVENTS {
+            let freed =
+                (SourceState::Given, &[SourceEffect::WriteGiven, SourceEffect::Release][..]);
+            let stays = (SourceState::Ended, &[][..]);
+            let expected = if event == SourceEvent::GiveUp { freed } else { stays };
+            assert_eq!(SourceState::Ended.step(event), expected, "{event:?}");
         }
     }
 
     #[test]
     fn giving_up_means_nothing_before_the_destination_runs_the_guest() {
-        for state in STATES.into_iter().filter(|&state| state != SourceState::Serving) {
+        let serves =
+            |state: &SourceState| matches!(state, SourceState::Serving | SourceState::Ended);
+        for state in STATES.into_iter().filter(|state| !serves(state)) {
             assert_eq!(state.step(SourceEvent::GiveUp), (state, &[][..]));
         }
     }

@@ -136,6 +136,17 @@ impl Arrived {
         }))
     }
 
+    /// Whether nothing is left of the guest of this session, which arrived here: its note is gone, or
+    /// its QEMU has ended.
+    ///
+    /// # Errors
+    /// If the note can't be read.
+    pub fn has_ended(journals: &Path, session: SessionId) -> Result<bool, QemuError> {
+        let Some(lines) = read_lines(&note_path(journals, session))? else { return Ok(true) };
+        let process = whereabouts(&lines).and_then(|whereabouts| whereabouts.process);
+        Ok(process.is_some_and(|process| process.can_be_seen() && !process.lives()))
+    }
+
     /// Whether the guest of this session may be in this process. The note is removed when nothing
     /// of the guest is left.
     ///

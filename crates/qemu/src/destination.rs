@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use serde_json::json;
+use serde_json::{Value, json};
 use uuid::Uuid;
 use vmferry::vmm::storage::{Comparison, DestinationStorage};
 use vmferry::vmm::streamed::{LateEnd, LateStreams};
@@ -291,6 +291,15 @@ impl DestinationVm for QemuDestination {
         if self.arrival.is_some() {
             let _ = self.settings.restore(&mut self.qmp);
         }
+    }
+
+    fn ended_in_order(&mut self) -> bool {
+        // QEMU's ShutdownCause: all others are requests of the guest or of a person.
+        let was_asked = |event: &Value| {
+            let reason = event["data"]["reason"].as_str();
+            event["event"] == "SHUTDOWN" && !matches!(reason, Some("guest-panic" | "host-error"))
+        };
+        self.qmp.look_at_events().is_ok_and(|mut events| events.any(was_asked))
     }
 
     fn stay_paused(&mut self) -> Result<(), VmError> {

@@ -281,6 +281,10 @@ impl DestinationVm for StartedQemu {
         }
     }
 
+    fn ended_in_order(&mut self) -> bool {
+        self.qemu.as_mut().is_some_and(QemuDestination::ended_in_order)
+    }
+
     fn fetch_ends(&mut self) {
         if let Some(qemu) = &mut self.qemu {
             qemu.fetch_ends();

@@ -17,7 +17,7 @@ use crate::message::{
     MAX_STORAGE_SAMPLE_BYTES, name_of,
 };
 use crate::reason::Reason;
-use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionKind};
+use vmferry_handover::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionKind, SessionWord};
 
 pub(crate) const MAX_VMM_BYTES: usize = 64;
 
@@ -133,7 +133,15 @@ impl ControlMessage {
             Self::Running { session, start_us } => put(into, &(session, start_us)),
             Self::Aborted { session, reason } => put(into, &(session, reason)),
             Self::Ping { nonce } | Self::Pong { nonce } => put(into, nonce),
-            Self::Answer { session, word, .. } => put(into, &(session, word)),
+            Self::Answer { session, word, .. } => {
+                // For a release that does not know ENDED, which is a field. The destination needs
+                // nothing of such a source.
+                let word = match word {
+                    SessionWord::Ended => &SessionWord::Owns,
+                    word => word,
+                };
+                put(into, &(session, word));
+            }
             Self::Free { slot, runs } => put(into, &(slot, runs)),
             Self::Lacking { slot, first, bits } => {
                 put(into, &(slot, first, serde_bytes::Bytes::new(bits)));
@@ -226,7 +234,13 @@ impl ControlMessage {
             13 => tuple!(nonce => Self::Ping { nonce }),
             14 => tuple!(nonce => Self::Pong { nonce }),
             15 => tuple!(session => Self::Query { session, offer: None }),
-            16 => tuple!((session, word) => Self::Answer { session, word, token: None }),
+            16 => {
+                tuple!((session, word) => Self::Answer { session, word, token: None });
+                if matches!(message, Self::Answer { word: SessionWord::Ended, .. }) {
+                    let detail = "that the guest has crashed is a field, and not a word".into();
+                    return Err(WireError::BadBody { message: "ANSWER", detail });
+                }
+            }
             17 => tuple!(() => Self::Withdraw {}),
             18 => tuple!((slot, runs) => Self::Free { slot, runs }),
             19 => tuple!(Lacking { slot, first, bits } =>

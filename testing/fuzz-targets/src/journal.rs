@@ -130,10 +130,11 @@ fn record(input: &mut Input<'_>, side: Side) -> Record {
         },
         (2, Side::Source) if input.byte().is_multiple_of(2) => Record::Given { by_operator },
         (_, Side::Source) => Record::Kept { by_operator },
-        (1, Side::Destination) => match input.byte() % 3 {
+        (1, Side::Destination) => match input.byte() % 4 {
             0 => Record::RunIntent,
             1 => Record::RunIntentPostCopy,
-            _ => Record::Fetched,
+            2 => Record::Fetched,
+            _ => Record::Ended,
         },
         (_, Side::Destination) => Record::Aborted { reason: text(input) },
     }

@@ -72,11 +72,15 @@ pub enum Action {
     PagesArrive,
     /// The destination needs nothing of the source any more.
     DestinationHasAll,
+    /// The guest crashes at the destination: its VMM, which may be a process of its own, ends.
+    GuestCrashes,
+    /// The destination notices that.
+    DestinationNoticesCrash,
     /// Another session moves the guest that runs at the destination to a third host.
     GuestMovesOn,
     /// The operator decides.
     OperatorSays(OperatorWord),
-    /// The operator gives up a guest that lacks pages, because its host is lost.
+    /// The operator gives up a guest that lacks pages, because it has crashed or its host is lost.
     OperatorGivesUp,
     /// Faults stop from now on. Messages in flight are lost.
     FaultsEnd,
@@ -125,6 +129,10 @@ impl fmt::Display for Action {
             Self::PagesArrive => f.write_str("destination: the last missing page arrives"),
             Self::DestinationHasAll => {
                 f.write_str("destination: notices that it needs nothing of the source")
+            }
+            Self::GuestCrashes => f.write_str("destination: the guest crashes"),
+            Self::DestinationNoticesCrash => {
+                f.write_str("destination: notices that the guest has crashed")
             }
             Self::GuestMovesOn => f.write_str("destination: the guest is moved to a third host"),
             Self::OperatorSays(word) => write!(f, "operator: says {word:?}"),

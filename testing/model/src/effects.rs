@@ -77,6 +77,14 @@ impl Handover {
             }
             Action::GuestMovesOn => world.destination.guest = DestinationGuest::MovedOn,
             Action::PagesArrive => world.lacks_pages = false,
+            Action::GuestCrashes => guest_crashes(world),
+            Action::DestinationNoticesCrash => {
+                let event = match self.broken {
+                    Some(BrokenRule::CrashedIsFetched) => DestinationEvent::Fetched,
+                    _ => DestinationEvent::Crashed,
+                };
+                self.destination_event(world, event);
+            }
             Action::DestinationHasAll => self.destination_event(world, DestinationEvent::Fetched),
             Action::OperatorSays(word) => {
                 let kind = match self.broken {
@@ -85,7 +93,10 @@ impl Handover {
                 };
                 self.source_event(world, SourceEvent::of_operator(word, kind));
             }
-            Action::OperatorGivesUp => self.source_event(world, SourceEvent::GiveUp),
+            Action::OperatorGivesUp => {
+                world.given_up = true;
+                self.source_event(world, SourceEvent::GiveUp);
+            }
             Action::FaultsEnd => {
                 world.faults_ended = true;
                 world.network.clear();
@@ -130,6 +141,11 @@ impl Handover {
             }
             Message::Running => self.source_event(world, SourceEvent::Running),
             Message::Fetching => self.source_event(world, SourceEvent::Fetching),
+            Message::Answer(SessionWord::Ended)
+                if self.broken == Some(BrokenRule::EndedFreesPages) =>
+            {
+                self.source_event(world, SourceEvent::Word(SessionWord::Owns));
+            }
             Message::Aborted => self.source_event(world, aborted_event(world)),
             Message::Answer(SessionWord::Unknown)
                 if self.broken == Some(BrokenRule::UnknownIsAborted) =>
@@ -262,6 +278,7 @@ impl Handover {
                 _ => world.kind,
             }),
             fetched: destination.fetched,
+            ended: destination.ended,
             aborted: destination.aborted,
         });
         let session = recovered.map(|(state, _)| state);
@@ -294,6 +311,10 @@ impl Handover {
                 world.network.insert(Message::Fetching);
             }
             DestinationEffect::WriteFetched => begin_write(world, DestinationRecord::Fetched),
+            DestinationEffect::WriteEnded => begin_write(world, DestinationRecord::Ended),
+            DestinationEffect::SendEnded => {
+                world.network.insert(Message::Answer(SessionWord::Ended));
+            }
             DestinationEffect::SendAborted => {
                 world.network.insert(Message::Aborted);
             }
@@ -329,6 +350,7 @@ impl Handover {
             Some(DestinationRecord::Open) => world.destination.opened |= on_disk,
             Some(DestinationRecord::RunIntent) => world.destination.intent |= on_disk,
             Some(DestinationRecord::Fetched) => world.destination.fetched |= on_disk,
+            Some(DestinationRecord::Ended) => world.destination.ended |= on_disk,
             Some(DestinationRecord::Aborted) => world.destination.aborted |= on_disk,
             None => {}
         }
@@ -351,6 +373,7 @@ impl Handover {
             _ if fails => DestinationEvent::JournalFailed,
             DestinationRecord::RunIntent => DestinationEvent::IntentWritten(world.kind),
             DestinationRecord::Fetched => DestinationEvent::FetchedWritten,
+            DestinationRecord::Ended => DestinationEvent::EndedWritten,
             DestinationRecord::Aborted => DestinationEvent::AbortWritten,
         };
         self.destination_event(world, event);
@@ -379,6 +402,17 @@ fn crash_destination(world: &mut World) {
     if world.outlives && !world.destination.lost {
         return;
     }
+    guest_crashes(world);
+}
+
+/// The guest's VMM at the destination ends.
+fn guest_crashes(world: &mut World) {
+    let ran =
+        matches!(world.destination.guest, DestinationGuest::Running | DestinationGuest::Crashed);
+    // Before RUN-INTENT nothing is lost: the source has everything, and may still run the guest.
+    let was_promised =
+        world.destination.guest == DestinationGuest::Loaded && world.destination.intent;
+    world.crashed_lacking |= world.lacks_pages && (ran || was_promised);
     world.destination.guest = match world.destination.guest {
         DestinationGuest::Running | DestinationGuest::Crashed => DestinationGuest::Crashed,
         DestinationGuest::Absent | DestinationGuest::Loaded => DestinationGuest::Absent,

@@ -63,6 +63,12 @@ pub enum BrokenRule {
     /// A restarted source treats SERVING as GIVEN.
     #[strum(serialize = "a restarted source takes SERVING for GIVEN")]
     ServingForgotten,
+    /// A destination treats a guest that has crashed as one that has all its pages.
+    #[strum(serialize = "a crashed guest is taken for one that has all pages")]
+    CrashedIsFetched,
+    /// A source frees what a crashed guest lacked without an operator's word.
+    #[strum(serialize = "the word that a guest has crashed frees the pages that it lacked")]
+    EndedFreesPages,
     /// A restarted destination treats the RUN-INTENT of a guest that lacks pages as any other.
     #[strum(serialize = "a restarted destination forgets that the guest lacks pages")]
     FetchingForgotten,
@@ -84,6 +90,8 @@ impl BrokenRule {
             Self::RunningWithoutAllPages
             | Self::OperatorFreesPages
             | Self::ServingResumes
+            | Self::CrashedIsFetched
+            | Self::EndedFreesPages
             | Self::ServingForgotten
             | Self::FetchingForgotten => SessionKind::PostCopy,
             _ => SessionKind::PreCopy,
@@ -148,7 +156,12 @@ impl Handover {
                 actions.push(Action::OperatorSays(OperatorWord::SourceResumes));
             }
         }
-        if process.state == SourceState::Serving && world.destination.lost {
+        // An operator knows that the host is lost, or is told that the guest has crashed.
+        let may_give_up = match process.state {
+            SourceState::Serving => world.destination.lost,
+            state => state == SourceState::Ended,
+        };
+        if may_give_up {
             actions.push(Action::OperatorGivesUp);
         }
         if faults && process.state == SourceState::Serving {
@@ -165,6 +178,9 @@ impl Handover {
             actions.push(Action::DestinationIsLost);
         }
         let runs = world.destination.guest == DestinationGuest::Running;
+        if faults && world.outlives && runs && world.lacks_pages {
+            actions.push(Action::GuestCrashes);
+        }
         // A guest that lacks pages is not sent on.
         if world.outlives && runs && !world.lacks_pages {
             actions.push(Action::GuestMovesOn);
@@ -201,7 +217,13 @@ impl Handover {
                 if world.can_fetch() {
                     actions.push(Action::PagesArrive);
                 }
-                if state == DestinationState::Fetching && !world.lacks_pages {
+                let is_gone = matches!(
+                    world.destination.guest,
+                    DestinationGuest::Crashed | DestinationGuest::Absent
+                );
+                if state == DestinationState::Fetching && is_gone {
+                    actions.push(Action::DestinationNoticesCrash);
+                } else if state == DestinationState::Fetching && !world.lacks_pages {
                     actions.push(Action::DestinationHasAll);
                 }
                 if state == DestinationState::Ready {
@@ -258,6 +280,10 @@ impl Model for Handover {
                 !world.has_lost_pages()
             }),
             Property::always(
+                "what a crashed guest lacked is freed by an operator only",
+                |_, world: &World| !world.has_freed_remains(),
+            ),
+            Property::always(
                 "in the end exactly one host has the guest",
                 |model: &Self, world: &World| !world.faults_ended || model.settles(world),
             ),
@@ -286,6 +312,9 @@ impl Model for Handover {
             }),
             Property::sometimes("a guest that lacked pages has all", |_, world: &World| {
                 world.destination.fetched && world.destination.guest == DestinationGuest::Running
+            }),
+            Property::sometimes("a guest crashes while it lacks pages", |_, world: &World| {
+                world.destination.ended && world.given_up
             }),
             Property::sometimes("the source is in doubt", |_, world: &World| {
                 matches!(

@@ -23,6 +23,10 @@ pub struct World {
     pub kind: SessionKind,
     /// Whether the guest at the destination lacks pages that only the source has.
     pub lacks_pages: bool,
+    /// Whether the guest has crashed at the destination while it lacked pages.
+    pub crashed_lacking: bool,
+    /// Whether the operator has given the guest up.
+    pub given_up: bool,
     /// Whether faults have ended.
     pub faults_ended: bool,
     /// Whether the guest has run at the destination.
@@ -85,6 +89,8 @@ pub struct Destination {
     pub intent: bool,
     /// Whether FETCHED is in the journal.
     pub fetched: bool,
+    /// Whether ENDED is in the journal.
+    pub ended: bool,
     /// Whether ABORTED is in the journal.
     pub aborted: bool,
     /// The guest at the destination.
@@ -113,6 +119,8 @@ pub enum DestinationRecord {
     RunIntent,
     /// FETCHED: the guest has all its pages.
     Fetched,
+    /// ENDED: the guest has crashed while it lacked pages.
+    Ended,
     /// ABORTED: the guest never ran here and never will.
     Aborted,
 }
@@ -126,7 +134,7 @@ pub enum DestinationGuest {
     Loaded,
     /// It runs.
     Running,
-    /// It ran, or RUN-INTENT promised it, and it died with its process.
+    /// It ran, or RUN-INTENT promised it, and it died, by itself or with its process.
     Crashed,
     /// It ran here and has moved to a third host. Its VMM is still here, paused.
     MovedOn,
@@ -186,6 +194,7 @@ impl World {
                 opened: false,
                 intent: false,
                 fetched: false,
+                ended: false,
                 aborted: false,
                 guest: DestinationGuest::Absent,
                 lost: false,
@@ -194,6 +203,8 @@ impl World {
             outlives,
             kind,
             lacks_pages: false,
+            crashed_lacking: false,
+            given_up: false,
             faults_ended: false,
             ran_at_destination: false,
             resumed_here: false,
@@ -212,6 +223,13 @@ impl World {
     #[must_use]
     pub fn has_lost_pages(&self) -> bool {
         self.lacks_pages && self.source.guest == SourceGuest::Released
+    }
+
+    /// Whether the source has freed what the guest lacked when it crashed, without the operator's
+    /// word.
+    #[must_use]
+    pub fn has_freed_remains(&self) -> bool {
+        self.crashed_lacking && self.source.guest == SourceGuest::Released && !self.given_up
     }
 
     /// Whether missing pages can arrive. Both processes are needed, and a guest at the source that
@@ -273,10 +291,13 @@ impl World {
             && destination.writing.is_none();
         let decided_there = matches!(
             destination.session,
-            None | Some(DestinationState::Owns | DestinationState::Aborted)
+            None | Some(
+                DestinationState::Owns | DestinationState::Ended | DestinationState::Aborted
+            )
         );
         let here = source.state == SourceState::Kept && self.source.guest == SourceGuest::Running;
-        let there = destination.session == Some(DestinationState::Owns);
+        let there =
+            matches!(destination.session, Some(DestinationState::Owns | DestinationState::Ended));
         let runs_there = match self.destination.guest {
             DestinationGuest::Running | DestinationGuest::MovedOn | DestinationGuest::Crashed => {
                 true

@@ -14,6 +14,7 @@ fn each_broken_rule_is_detected() {
     const TWO: &str = "two hosts never run the guest";
     const PAST: &str = "the guest never goes on from a past";
     const FREED: &str = "no page that the guest lacks is freed";
+    const REMAINS: &str = "what a crashed guest lacked is freed by an operator only";
     const END: &str = "in the end exactly one host has the guest";
     for (rule, damage) in [
         (BrokenRule::NoCommitInJournal, &[TWO, PAST, END][..]),
@@ -28,11 +29,13 @@ fn each_broken_rule_is_detected() {
         (BrokenRule::RunsWhatMovedOn, &[PAST]),
         (BrokenRule::StuckDiscards, &[END]),
         (BrokenRule::KeptBeforeResumed, &[END]),
-        (BrokenRule::RunningWithoutAllPages, &[FREED, END]),
-        (BrokenRule::OperatorFreesPages, &[FREED, END]),
+        (BrokenRule::RunningWithoutAllPages, &[FREED, REMAINS, END]),
+        (BrokenRule::OperatorFreesPages, &[FREED, REMAINS, END]),
         (BrokenRule::ServingResumes, &[TWO, PAST, END]),
-        (BrokenRule::ServingForgotten, &[FREED, END]),
-        (BrokenRule::FetchingForgotten, &[FREED]),
+        (BrokenRule::ServingForgotten, &[FREED, REMAINS, END]),
+        (BrokenRule::CrashedIsFetched, &[REMAINS]),
+        (BrokenRule::EndedFreesPages, &[REMAINS]),
+        (BrokenRule::FetchingForgotten, &[FREED, REMAINS]),
     ] {
         let outcome = check(Some(rule));
         let mut found: Vec<&str> =

@@ -14,7 +14,7 @@ use vmferry::machine::destination::io::{Action, Ending, Input, LinkId};
 use vmferry::machine::destination::{Destination, Left};
 use vmferry::machine::peer::DestinationSide;
 use vmferry::{DestinationVm, MigrateError, Timeouts};
-use vmferry_handover::journal::recover_destination;
+use vmferry_handover::journal::{Journal, Record, recover_destination};
 use vmferry_handover::{DestinationEffect, DestinationState};
 use vmferry_wire::{ControlMessage, SessionId, Token, number as numbers};
 
@@ -140,6 +140,10 @@ impl DestinationHost {
         let records = self.disk.records(self.session_number);
         network.note(|| format!("destination: restarts with {records:?}"));
         self.listens = true;
+        if self.guest.is_gone() && self.recovered().is_some_and(DestinationState::is_fetching) {
+            self.note_crash(network);
+            return;
+        }
         if !self.outlives || self.sabotage == Some(Sabotage::LeaveUnfinished) {
             return;
         }
@@ -168,6 +172,31 @@ impl DestinationHost {
         }
     }
 
+    /// Writes that the guest has crashed while it lacked pages. If that fails, the process is
+    /// started again.
+    fn note_crash(&mut self, network: &mut Network) {
+        let noted = match self.disk.reopen(self.session_number) {
+            Ok(Some((mut journal, _))) => journal.append(&Record::Ended).is_ok(),
+            other => panic!("the journal was there: {:?}", other.map(|_| ())),
+        };
+        if !noted || self.disk.takes_the_process_along() {
+            self.crash(network);
+            network.after(Duration::from_secs(3), Event::Restart(Host::Destination));
+        }
+    }
+
+    /// The guest's VMM, a process of its own, ends while the guest lacks pages. Returns whether it
+    /// does.
+    pub fn guest_crashes(&mut self, network: &mut Network) -> bool {
+        if !self.outlives || !self.guest.is_fetching() {
+            return false;
+        }
+        network.note(|| "destination: the guest crashes".into());
+        self.guest.crash();
+        self.tell(Input::GuestEnded { in_order: false }, network);
+        true
+    }
+
     /// Fetches the missing pages of a guest that the previous process has left.
     fn take_over(&mut self, network: &mut Network) {
         let (journal, records) = match self.disk.reopen(self.session_number) {
@@ -188,12 +217,12 @@ impl DestinationHost {
         self.pump(network);
     }
 
-    /// Whether the guest has died with its process while it lacked pages. Its source keeps the
-    /// memory until an operator gives the guest up.
+    /// Whether the guest has crashed while it lacked pages. Its source keeps the memory until an
+    /// operator gives the guest up.
     pub fn lost_the_guest(&self) -> bool {
-        !self.outlives
-            && self.session.is_none()
-            && self.recovered().is_some_and(DestinationState::is_fetching)
+        let crashed =
+            |state: DestinationState| state.is_fetching() || state == DestinationState::Ended;
+        self.guest.is_gone() && self.session.is_none() && self.recovered().is_some_and(crashed)
     }
 
     /// Passes an input to the session's machine.
@@ -403,7 +432,7 @@ fn step_of(action: &Action) -> Option<Step> {
         Action::Load { .. } => Some(Step::Load),
         Action::WriteIntent(_) => Some(Step::WriteIntent),
         Action::Run => Some(Step::Run),
-        Action::WriteFetched => Some(Step::WriteFetched),
+        Action::WriteFetched | Action::WriteEnded => Some(Step::WriteFetched),
         _ => None,
     }
 }

@@ -188,6 +188,18 @@ impl Guest {
         }
     }
 
+    /// It crashes: its VMM ends.
+    pub fn crash(&self) {
+        let mut state = self.lock();
+        state.set_running(false);
+        state.vanish();
+    }
+
+    /// Whether nothing of it is there.
+    pub fn is_gone(&self) -> bool {
+        self.lock().memory.is_none()
+    }
+
     /// Whether it runs.
     pub fn is_running(&self) -> bool {
         self.lock().running

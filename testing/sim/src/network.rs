@@ -79,6 +79,8 @@ pub enum Event {
     Cancel(Host),
     /// An operator gives up the guest, which has died at the destination while it lacked pages.
     GiveUp,
+    /// The guest at the destination crashes, if it lacks pages.
+    GuestCrash,
     /// All faults end.
     Heal,
 }
@@ -268,6 +270,7 @@ impl Network {
             Fault::Crash { host, back_after, .. } => {
                 self.after(Duration::ZERO, Event::Crash(host, back_after));
             }
+            Fault::GuestCrash { .. } => self.after(Duration::ZERO, Event::GuestCrash),
             Fault::Cancel { host, .. } => self.after(Duration::ZERO, Event::Cancel(host)),
             Fault::Forge { to, number, .. } => {
                 let delay = self.delay();

@@ -84,7 +84,7 @@ impl Plan {
             let count = [0, 1, 1, 2, 2, 2, 3, 3, 4, 5][rng.usize(..10)];
             (0..count).map(|_| random_fault(&mut rng, messages)).collect()
         };
-        let plan = Self {
+        let mut plan = Self {
             seed,
             rng: rng.u64(..),
             protocol: protocol(number),
@@ -98,6 +98,9 @@ impl Plan {
             faults,
             sabotage: None,
         };
+        if post_copy && plan.outlives && rng.u32(..4) == 0 {
+            plan.faults.push(Fault::GuestCrash { message: rng.u64(..messages) });
+        }
         if post_copy { plan.with_post_copy() } else { plan }
     }
 

@@ -298,6 +298,7 @@ impl SourceHost {
         let word = match (self.sabotage, word) {
             (Some(Sabotage::UnknownIsAborted), SessionWord::Unknown) => SessionWord::Aborted,
             (Some(Sabotage::FetchingIsOwns), SessionWord::Fetching) => SessionWord::Owns,
+            (Some(Sabotage::EndedIsOwns), SessionWord::Ended) => SessionWord::Owns,
             (_, word) => word,
         };
         ControlMessage::Answer { session, word, token }

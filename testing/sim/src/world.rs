@@ -103,6 +103,10 @@ struct World {
     fetching_cuts: u64,
     /// The guest died while it lacked pages, and an operator has given it up.
     given_up: bool,
+    /// The guest has crashed at the destination while it lacked pages.
+    crashed_lacking: bool,
+    /// The source has freed them before an operator said so.
+    freed_early: bool,
 }
 
 impl World {
@@ -188,6 +192,8 @@ impl World {
             fetching: false,
             fetching_cuts: 0,
             given_up: false,
+            crashed_lacking: false,
+            freed_early: false,
         }
     }
 
@@ -198,6 +204,7 @@ impl World {
         for event in 0.. {
             self.destination.pump(&mut self.network);
             self.check_pause();
+            self.check_remains();
             self.work();
             self.destination.request_faults(&mut self.network);
             let rest = !self.source.is_busy() && !self.destination.is_busy();
@@ -295,7 +302,14 @@ impl World {
             Event::Restart(Host::Source) => self.source.restart(network),
             Event::Restart(Host::Destination) => {
                 self.destination.restart(network);
-                if self.destination.lost_the_guest() {
+                if self.destination.lost_the_guest() && !self.crashed_lacking {
+                    self.crashed_lacking = true;
+                    network.after(GIVE_UP_AFTER, Event::GiveUp);
+                }
+            }
+            Event::GuestCrash => {
+                if self.destination.guest_crashes(network) {
+                    self.crashed_lacking = true;
                     network.after(GIVE_UP_AFTER, Event::GiveUp);
                 }
             }
@@ -336,6 +350,18 @@ impl World {
         }
     }
 
+    /// What a crashed guest lacked is freed by an operator only.
+    fn check_remains(&mut self) {
+        let is_freed = self.source.ended == Some(SourceEnd::Given);
+        if self.crashed_lacking
+            && is_freed
+            && !self.given_up
+            && !std::mem::replace(&mut self.freed_early, true)
+        {
+            self.violation("the source frees what a crashed guest lacked".into());
+        }
+    }
+
     /// Whether the link was the only fault, was down for less than the source's reconnect timeout,
     /// and was down only while lost messages can be sent again: from the start of the dirty log
     /// until the destination is READY. The destination can't undo that it has loaded the state, so
@@ -364,7 +390,8 @@ impl World {
             self.destination.guest.check();
         }
         let gone = self.given_up && self.destination.lost_the_guest();
-        let owns = gone || self.destination.recovered() == Some(DestinationState::Owns);
+        let owned = [DestinationState::Owns, DestinationState::Ended];
+        let owns = gone || self.destination.recovered().is_some_and(|it| owned.contains(&it));
         let here = self.source.guest.is_running();
         if here == owns {
             let who = if here { "both hosts have the guest" } else { "no host has the guest" };

@@ -94,6 +94,13 @@ pub fn sentence(event: &Map<String, Value>) -> String {
              running",
             human::count(number("pages"))
         ),
+        "guest-crashed" => {
+            "the guest has crashed at the destination while it lacked pages of this host".to_owned()
+        }
+        "guest-ended" => match event.get("in_order") {
+            Some(Value::Bool(true)) => "the guest was ended while it lacked pages".to_owned(),
+            _ => "the guest has crashed while it lacked pages".to_owned(),
+        },
         "serving-failed" => {
             format!("pages that the guest lacks can't be sent for now: {}", text("reason"))
         }
@@ -214,6 +221,14 @@ mod tests {
             (
                 r#"{"event":"authenticated","peer":"10.0.0.1:9","names":["host-a"]}"#,
                 "10.0.0.1:9 is host-a",
+            ),
+            (
+                r#"{"event":"guest-crashed"}"#,
+                "the guest has crashed at the destination while it lacked pages of this host",
+            ),
+            (
+                r#"{"event":"guest-ended","in_order":true}"#,
+                "the guest was ended while it lacked pages",
             ),
             // A VMM that answers on its control socket.
             (r#"{"event":"serving","name":"web","pid":7}"#, "serving: name web, pid 7"),

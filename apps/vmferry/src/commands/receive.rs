@@ -13,8 +13,8 @@ use vmferry_microvm::service::{End, peak_rss_bytes};
 use vmferry_sandbox::{Files, Work};
 
 use super::host::{Ending, ending, host};
-use super::prepared_directories;
 use super::reception::{announce, config, listen, tell};
+use super::{directories, prepared_directories};
 use crate::args::ReceiveOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -22,6 +22,7 @@ use crate::restrict::restrict;
 
 /// Listens until a guest runs here, then hosts it.
 pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
+    super::qemu::note_crashed(&directories()?.journals(), output)?;
     match (&options.qemu, &options.exec) {
         (Some(qmp), _) => return super::qemu::receive::attached(qmp, options, output),
         (None, Some(command)) => return super::qemu::receive::started(command, options, output),

@@ -146,8 +146,13 @@ pub fn tell(notice: &Notice, output: &Output) {
         Notice::Session(Report::Fetched) => {
             "every page has arrived: the source is not needed any more".to_owned()
         }
-        Notice::Session(Report::GuestEnded) => {
-            "the guest has ended while it lacked pages: the source is not needed any more"
+        Notice::Session(Report::GuestEnded { in_order: true }) => {
+            "the guest was ended while it lacked pages: the source is not needed any more"
+                .to_owned()
+        }
+        Notice::Session(Report::GuestEnded { in_order: false }) => {
+            "the guest has crashed while it lacked pages, and is lost: its source keeps them until \
+             its operator gives the guest up"
                 .to_owned()
         }
         Notice::Session(Report::FetchingFailed { reason }) => {

@@ -55,6 +55,17 @@ pub fn serves(progress: &Value) -> String {
     let number = |name: &str| progress[name].as_u64().unwrap_or_default();
     let pages = number("round_pages").saturating_sub(number("round_sent_pages"));
     let to = progress["destination"].as_str().unwrap_or("the destination");
+    if progress["crashed"] == true {
+        // A process that took over from another one does not know what the destination lacked.
+        let lacked = match number("round_pages") {
+            0 => "pages".into(),
+            _ => format!("{pages} pages ({})", ByteSize(pages * PAGE_BYTES)),
+        };
+        return format!(
+            "has crashed at {to} while it lacked {lacked}, which this host keeps until `vmferry \
+             resolve --give-up`"
+        );
+    }
     match pages {
         // A process that took over from another one does not know what the destination lacks.
         0 if number("round_pages") == 0 => format!("runs at {to}, and fetches pages of this host"),
@@ -110,6 +121,13 @@ mod tests {
             serves(&progress),
             "runs at tls:b:7001 and needs 512 more pages (2.0 MiB) of this host"
         );
+        progress["crashed"] = json!(true);
+        assert_eq!(
+            serves(&progress),
+            "has crashed at tls:b:7001 while it lacked 512 pages (2.0 MiB), which this host keeps \
+             until `vmferry resolve --give-up`"
+        );
+        progress["crashed"] = json!(false);
         progress["round_sent_pages"] = json!(600);
         assert!(serves(&progress).contains("not yet confirmed"));
         (progress["round_pages"], progress["round_sent_pages"]) = (json!(0), json!(0));

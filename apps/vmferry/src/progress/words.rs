@@ -21,6 +21,10 @@ pub fn describe(event: &Value) -> Option<String> {
             "{sentence}. The guest stays paused while vmferry keeps asking the destination; \
              `vmferry resolve` decides without it"
         ),
+        "guest-crashed" => format!(
+            "{sentence}. Its pages are kept here until `vmferry resolve --give-up`; it can only be \
+             started again from its disks"
+        ),
         "connected"
         | "unknown-fields"
         | "recording"
@@ -70,7 +74,8 @@ pub fn rates(seen: &Seen) -> String {
     let number = |name: &str| forecast[name].as_f64().unwrap_or_default();
     let mut text = format!("{:.0} MB/s sent", seen.sent_per_s / 1e6);
     if seen.progress["serving"] == true {
-        return text + ", keep both hosts running";
+        let crashed = seen.progress["crashed"] == true;
+        return if crashed { text } else { text + ", keep both hosts running" };
     }
     if forecast.is_null() {
         let _ = write!(text, ", downtime limit {:.0} ms", seen.downtime_limit_ms);

@@ -1,6 +1,7 @@
 //! Attached guests that run before all their pages have arrived, and processes that die meanwhile.
 
 mod carried;
+mod crashed;
 mod lost;
 mod recovery;
 mod rights;

@@ -137,6 +137,7 @@ impl Destination {
         }
         match self.common.handover {
             DestinationState::Owns => Some(Ending::Owns(self.common.failure.take())),
+            DestinationState::Ended => Some(Ending::Owns(Some(MigrateError::CrashedLacking))),
             DestinationState::Aborted => Some(Ending::Aborted(take())),
             DestinationState::Stuck => Some(Ending::Stuck(take())),
             _ => None,

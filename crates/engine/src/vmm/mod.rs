@@ -404,6 +404,13 @@ pub trait DestinationVm: Send + 'static {
     /// failed migration.
     fn run(&mut self) -> Result<(), VmError>;
 
+    /// Whether the VMM, a process of its own that has ended, was told to end: its guest was powered
+    /// off, or an operator has quit it. Called once while the guest lacks pages. By default it has
+    /// crashed.
+    fn ended_in_order(&mut self) -> bool {
+        false
+    }
+
     /// The guest runs and lacks pages. A VMM that shows how they arrive keeps `fetch`. The default
     /// does nothing.
     fn fetch_begins(&mut self, _fetch: crate::destination::FetchHandle) {}

@@ -12,7 +12,7 @@ enum Writer {
 
 /// The kind of a record, who writes it, and its line. When a record gets a new member, add its new
 /// line and change the old line from `Writer::ThisRelease` to [`Writer::Earlier`].
-const LINES: [(&str, Writer, &str); 15] = [
+const LINES: [(&str, Writer, &str); 16] = [
     (
         "open",
         Writer::ThisRelease,
@@ -43,6 +43,7 @@ const LINES: [(&str, Writer, &str); 15] = [
     ("run-intent", Writer::ThisRelease, r#"d3f84dc1 {"record":"run-intent"}"#),
     ("run-intent-post-copy", Writer::ThisRelease, r#"647f9d41 {"record":"run-intent-post-copy"}"#),
     ("fetched", Writer::ThisRelease, r#"492a944d {"record":"fetched"}"#),
+    ("ended", Writer::ThisRelease, r#"7fcedac8 {"record":"ended"}"#),
     (
         "aborted",
         Writer::ThisRelease,
@@ -53,7 +54,9 @@ const LINES: [(&str, Writer, &str); 15] = [
 /// The side that writes a record of this kind. Both sides write `open`.
 fn side_of(kind: &str) -> Side {
     match kind {
-        "run-intent" | "run-intent-post-copy" | "fetched" | "aborted" => Side::Destination,
+        "run-intent" | "run-intent-post-copy" | "fetched" | "ended" | "aborted" => {
+            Side::Destination
+        }
         _ => Side::Source,
     }
 }

@@ -312,6 +312,7 @@ pub fn recover_destination(
             _ => None,
         }),
         fetched: has(|r| matches!(r, Record::Fetched)),
+        ended: has(|r| matches!(r, Record::Ended)),
         aborted: has(|r| matches!(r, Record::Aborted { .. })),
     })
 }

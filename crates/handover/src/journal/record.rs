@@ -60,6 +60,9 @@ pub enum Record {
     RunIntentPostCopy,
     /// Destination: the guest has all its pages.
     Fetched,
+    /// Destination: the guest has crashed while it lacked pages. A release that does not know it
+    /// does not start, because it would fetch pages for a guest that is gone.
+    Ended,
     /// Destination: the guest never ran here and never will.
     Aborted {
         /// The reason, for people.
@@ -158,9 +161,11 @@ impl Record {
             | Self::Serving
             | Self::Given { .. }
             | Self::Kept { .. } => side == Side::Source,
-            Self::RunIntent | Self::RunIntentPostCopy | Self::Fetched | Self::Aborted { .. } => {
-                side == Side::Destination
-            }
+            Self::RunIntent
+            | Self::RunIntentPostCopy
+            | Self::Fetched
+            | Self::Ended
+            | Self::Aborted { .. } => side == Side::Destination,
         }
     }
 

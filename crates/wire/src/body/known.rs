@@ -1,7 +1,7 @@
 //! The fields of control messages: their numbers, and how they are written and read.
 
 use vmferry_api::Release;
-use vmferry_handover::SessionKind;
+use vmferry_handover::{SessionKind, SessionWord};
 
 use crate::algorithm::AlgorithmSet;
 use crate::control::Buffer;
@@ -47,6 +47,8 @@ const STORAGE_SAMPLE: u16 = 3;
 const OFFER: u16 = 1;
 /// ANSWER: the token of the offered fetch lanes.
 const TOKEN: u16 = 1;
+/// ANSWER with the word OWNS, without content: the guest has crashed while it lacked pages.
+const ENDED: u16 = 2;
 
 impl ControlMessage {
     /// Appends the message's fields.
@@ -105,7 +107,14 @@ impl ControlMessage {
             Self::Query { offer: Some(LaneOffer { first, lanes }), .. } => {
                 put_optional(into, OFFER, &[*first, lanes.faults, lanes.background]);
             }
-            Self::Answer { token: Some(Token(token)), .. } => put_optional(into, TOKEN, token),
+            Self::Answer { word, token, .. } => {
+                if let Some(Token(token)) = token {
+                    put_optional(into, TOKEN, token);
+                }
+                if *word == SessionWord::Ended {
+                    put_optional(into, ENDED, &[]);
+                }
+            }
             _ => {}
         }
     }
@@ -189,6 +198,13 @@ impl ControlMessage {
                 let bytes = content.try_into().map_err(|_| "it has 16 bytes".to_owned())?;
                 *token = Some(Token(bytes));
             }
+            (Self::Answer { word: word @ SessionWord::Owns, .. }, ENDED) if content.is_empty() => {
+                *word = SessionWord::Ended;
+            }
+            (Self::Answer { word: SessionWord::Owns, .. }, ENDED) => {
+                return Err("it has no content".into());
+            }
+            (Self::Answer { .. }, ENDED) => return Err("it contradicts the word".into()),
             _ => return Ok(None),
         }
         Ok(Some(need))

@@ -27,6 +27,7 @@ enum Task {
     Aborted(String),
     Start,
     Fetched,
+    Ended,
     /// No page was missing in the first place.
     NothingMissing,
 }
@@ -210,6 +211,7 @@ impl DestinationHost {
                 Task::Open => open(),
                 Task::Intent(kind) => Record::run_intent(kind),
                 Task::Fetched => Record::Fetched,
+                Task::Ended => Record::Ended,
                 Task::Aborted(reason) => Record::Aborted { reason },
                 _ => continue,
             };
@@ -303,6 +305,12 @@ impl DestinationHost {
                 }
                 What::FetchedWritten(result())
             }
+            Task::Ended => {
+                if on_disk {
+                    self.journal.push(Record::Ended);
+                }
+                What::EndedWritten(result())
+            }
             Task::NothingMissing => What::Fetched,
             Task::Start => What::Started(result()),
         };
@@ -320,6 +328,10 @@ impl DestinationHost {
                 assert!(intent && !aborted, "{} before it is written", message.name());
                 let needs_nothing = !post_copy || self.has(|record| *record == Record::Fetched);
                 assert!(needs_nothing, "{} before FETCHED is written", message.name());
+            }
+            ControlMessage::Answer { word: SessionWord::Ended, .. } => {
+                let ended = self.has(|record| *record == Record::Ended);
+                assert!(post_copy && ended && !aborted, "ENDED before it is written");
             }
             ControlMessage::Answer { word: SessionWord::Fetching, .. } => {
                 assert!(post_copy && !aborted, "FETCHING before RUN-INTENT is written");
@@ -384,6 +396,10 @@ impl DestinationHost {
                 assert!(!self.missing.are_left(), "FETCHED while pages are missing");
                 self.tasks.push(Task::Fetched);
             }
+            Action::WriteEnded => {
+                assert!(!self.missing.has_guest(), "ENDED of a guest that lives");
+                self.tasks.push(Task::Ended);
+            }
             Action::FreeOutdated { .. } | Action::ExpectLanes { .. } | Action::Report(_) => {}
         }
     }
@@ -393,7 +409,10 @@ impl DestinationHost {
         let handover = machine.handover();
         assert_eq!(machine.next_action().map(|_| ()), None);
         match machine.ending() {
-            Some(Ending::Owns(_)) => assert!(self.ran && handover == DestinationState::Owns),
+            Some(Ending::Owns(_)) => {
+                let owned = [DestinationState::Owns, DestinationState::Ended];
+                assert!(self.ran && owned.contains(&handover));
+            }
             Some(Ending::Aborted(_)) => {
                 assert!(!self.ran && handover == DestinationState::Aborted);
             }

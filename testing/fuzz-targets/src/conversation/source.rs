@@ -168,7 +168,7 @@ impl SourceHost {
                 self.must_serve |= lacks_pages;
                 What::Operator(OperatorWord::DestinationOwns)
             }
-            SourceState::Serving => {
+            SourceState::Serving | SourceState::Ended => {
                 self.may_release = true;
                 What::GiveUp
             }

@@ -163,7 +163,8 @@ impl Session {
             }
             Action::UseOffer { link, offer } => self.use_offer(link, offer, network),
             Action::FetchAll => self.begin_background(network).then_some(Input::Fetched),
-            Action::WriteFetched => Some(Input::FetchedWritten(self.write_fetched())),
+            Action::WriteFetched => Some(Input::FetchedWritten(self.write_again(&Record::Fetched))),
+            Action::WriteEnded => Some(Input::EndedWritten(self.write_again(&Record::Ended))),
             Action::WriteAborted { reason } => {
                 Some(Input::AbortWritten(self.write(&Record::Aborted { reason })))
             }
@@ -223,13 +224,13 @@ impl Session {
     }
 
     /// As the driver does.
-    fn write_fetched(&mut self) -> Result<(), MigrateError> {
-        match (self.write(&Record::Fetched), &mut self.journal) {
+    fn write_again(&mut self, record: &Record) -> Result<(), MigrateError> {
+        match (self.write(record), &mut self.journal) {
             (Err(MigrateError::Journal(JournalError::Poisoned { .. })), Some(journal)) => {
-                if journal.renew()?.contains(&Record::Fetched) {
+                if journal.renew()?.contains(record) {
                     return Ok(());
                 }
-                self.write(&Record::Fetched)
+                self.write(record)
             }
             (written, _) => written,
         }

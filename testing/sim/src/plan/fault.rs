@@ -80,6 +80,8 @@ pub enum Fault {
     Damage { message: u64, bit: u32 },
     /// A host's process dies when the message is sent, and is restarted.
     Crash { host: Host, message: u64, back_after: Duration },
+    /// The guest crashes, if it runs at the destination, lacks pages and is in a process of its own.
+    GuestCrash { message: u64 },
     /// The user cancels.
     Cancel { host: Host, message: u64 },
     /// For some time another host answers at the destination's address, and does not know the
@@ -108,6 +110,7 @@ impl Fault {
             | Self::Delay { message, .. }
             | Self::Damage { message, .. }
             | Self::Crash { message, .. }
+            | Self::GuestCrash { message }
             | Self::Cancel { message, .. }
             | Self::Forge { message, .. }
             | Self::Stranger { message, .. } => Some(message),

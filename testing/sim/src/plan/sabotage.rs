@@ -40,6 +40,8 @@ pub enum Sabotage {
     ServeZeros,
     /// The source takes FETCHING for OWNS.
     FetchingIsOwns,
+    /// The source takes ENDED for OWNS.
+    EndedIsOwns,
     /// LACKING omits a page.
     OmitLacking,
     /// A copy that arrives late is placed over a page that the guest has written.

@@ -110,6 +110,43 @@ fn guest_that_dies_while_it_lacks_pages_is_given_up() {
     assert!(outcome.given_up && outcome.crashed_there, "{outcome:?}");
 }
 
+/// The same with a guest in a process of its own, whose receiver lives, dies, or loses the link.
+#[test]
+fn guest_that_crashes_alone_is_given_up() {
+    let first = number_of(&undisturbed(0), "ANSWER");
+    let (back_after, away) = (Duration::from_secs(5), Duration::from_secs(10));
+    let mut crashed = 0;
+    for message in first..first + 20 {
+        let crash = |host| Fault::Crash { host, message: message + 1, back_after };
+        let cut = Fault::Cut { message: message + 1, place: Where::Before, all: true, away };
+        for more in [vec![], vec![crash(Host::Destination)], vec![crash(Host::Source)], vec![cut]] {
+            let mut plan = undisturbed(0);
+            plan.faults = vec![Fault::GuestCrash { message }];
+            plan.faults.extend(more);
+            plan.outlives = true;
+            let outcome = run(&plan, false);
+            assert_eq!((outcome.end, &outcome.violations[..]), (SourceEnd::Given, &[][..]));
+            assert_eq!(outcome.given_up, outcome.crashed_there, "{outcome:?}");
+            crashed += u64::from(outcome.crashed_there);
+        }
+    }
+    assert!(crashed > 40, "{crashed}");
+}
+
+#[test]
+fn sabotage_of_a_crashed_guest_is_detected() {
+    let outcome = |sabotage| {
+        let mut plan = undisturbed(0);
+        let message = number_of(&plan, "ANSWER") + 5;
+        plan.faults = vec![Fault::GuestCrash { message }];
+        (plan.outlives, plan.sabotage) = (true, sabotage);
+        run(&plan, false)
+    };
+    assert_eq!(outcome(None).violations, [""; 0]);
+    let violations = outcome(Some(Sabotage::EndedIsOwns)).violations;
+    assert_eq!(violations, ["the source frees what a crashed guest lacked"]);
+}
+
 #[test]
 fn sabotage_of_a_restarted_destination_is_detected() {
     let outcome = |sabotage| {

@@ -81,6 +81,12 @@ fn migration() -> Vec<Measure> {
             |it| truth(&it["migration"]["serving"]),
         ),
         measure(
+            "migration_crashed",
+            "Whether the guest has crashed at the destination, which lacked pages of this host",
+            None,
+            |it| truth(&it["migration"]["crashed"]),
+        ),
+        measure(
             "migration_remaining",
             "Pages of the round, or pages that the guest needs of this host, not sent yet",
             Some(Unit::Bytes),

@@ -6,8 +6,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use serde_json::json;
-use vmferry::destination::{Notice, Owned, Received, Witness, fetch_for_left, record_fetched};
-use vmferry_handover::journal::{self, LaterSession, Record, Side, recovered_word};
+use vmferry::MigrateError;
+use vmferry::destination::{
+    Notice, Owned, Received, Witness, fetch_for_left, record_crashed, record_fetched,
+};
+use vmferry_handover::journal::{self, JournalError, LaterSession, Record, Side, recovered_word};
 use vmferry_qemu::{Arrived, Finished, Qmp};
 use vmferry_sandbox::Files;
 use vmferry_transport::Listener;
@@ -98,7 +101,9 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found
             kept.extend(after(&journals, session, Outcome::Kept));
         }
         match word {
-            SessionWord::Owns | SessionWord::Fetching => left = Left::Guest(one),
+            SessionWord::Owns | SessionWord::Fetching | SessionWord::Ended => {
+                left = Left::Guest(one);
+            }
             // A QEMU that still waits can receive the next guest.
             SessionWord::Aborted if qmp.is_some() && one.waits()? => one.forget(),
             SessionWord::Aborted => {
@@ -142,6 +147,33 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found
         }
     }
     Ok(Found { left, kept })
+}
+
+/// Notes of guests that ended while they lacked pages and nobody received for them that they have
+/// crashed, so that their sources learn it.
+pub fn note_crashed(journals: &Path, output: &Output) -> Result<(), Failure> {
+    let internal = |error| Failure::of(Code::Internal, error);
+    for one in journal::sessions(journals).map_err(internal)? {
+        let is_left = one.side == Side::Destination && one.lacks_pages() && !one.led;
+        if !is_left || !Arrived::has_ended(journals, one.session)? {
+            continue;
+        }
+        match record_crashed(journals, one.session) {
+            // Another receiver has just taken it over.
+            Err(JournalError::InUse { .. }) => continue,
+            recorded => recorded.map_err(internal)?,
+        }
+        let (session, guest) = (one.session, one.guest());
+        let event = json!({ "event": "guest-crashed", "session": session, "guest": guest });
+        output.event(&event, || {
+            let guest = guest.map_or_else(|| "a guest".to_owned(), ToString::to_string);
+            format!(
+                "{guest}, received in session {session}, has crashed while it lacked pages of its \
+                 source: it is told so when it asks"
+            )
+        });
+    }
+    Ok(())
 }
 
 /// Whether the guest of a session runs here and lacks pages, by its journal.
@@ -252,7 +284,10 @@ pub fn fetch_for(
         Received::Owns(owned) => *owned,
         Received::Nothing { error, .. } => return Err(error.into()),
     };
-    let Owned { vm: mut left, witness, .. } = owned;
+    let Owned { vm: mut left, witness, crash, .. } = owned;
+    if let Some(error @ MigrateError::CrashedLacking) = crash {
+        return Err(error.into());
+    }
     match left.finish() {
         Ok(finished) => {
             drop(left);

@@ -265,6 +265,10 @@ impl<V: DestinationVm + ReceivingQemu> DestinationVm for Hooked<V> {
         self.vm.fetch_begins(fetch);
     }
 
+    fn ended_in_order(&mut self) -> bool {
+        self.vm.ended_in_order()
+    }
+
     fn fetch_ends(&mut self) {
         self.shown = None;
         self.vm.fetch_ends();

@@ -15,6 +15,8 @@ mod settle;
 pub mod starter;
 mod waiting;
 
+pub use self::arrived::note_crashed;
+
 use vmferry_microvm::config::check_name;
 use vmferry_qemu::{QemuError, QmpError};
 use vmferry_wire::GuestIdentity;

@@ -138,6 +138,10 @@ impl Waiting {
         output: &Output,
     ) -> (V, Witness, Result<(), Failure>) {
         let Owned { mut vm, session, guest, paused, crash, stats, witness } = owned;
+        if let Some(error @ MigrateError::CrashedLacking) = crash {
+            vm.after(Outcome::Moved);
+            return (vm.vm, witness, Err(error.into()));
+        }
         if let Some(error) = crash
             && let Err(error) = self.insist(&mut vm, error, output)
         {

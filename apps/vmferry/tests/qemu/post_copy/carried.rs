@@ -15,7 +15,7 @@ use crate::support::scene::{Scene, Way};
 use crate::support::stops::guardian;
 use crate::support::{Running, all, in_parallel, run_ok, text};
 
-fn private(machine: Machine) -> Machine {
+pub fn private(machine: Machine) -> Machine {
     Machine { backend: Backend::Private, ..machine }
 }
 
@@ -119,7 +119,7 @@ fn carried_guest_loses_its_missing_pages_with_the_qemu_that_it_has_left() {
     assert!(moving.there.child.try_wait().unwrap().is_none(), "the guest waits");
     moving.there.child.kill().unwrap();
     moving.receiving.event("guest-ended");
-    moving.receiving.finish_by_ref().exited(0);
+    moving.receiving.finish_by_ref().failed(13, "has crashed here while it lacked pages");
     let sessions = run_ok(&moving.scene.a, &["status", "--sessions"]);
     assert_eq!(sessions["sessions"][0]["verdict"], "there", "nothing is left to do: {sessions}");
 }

@@ -49,15 +49,29 @@ pub fn fetch_for_left<V: LeftVm>(
 }
 
 /// Writes to the journal of a receiver that has died that its guest has every page. Its VMM, which
-/// fetched them itself, must have said so.
+/// fetched them itself, must have said so, or an operator has ended the guest.
 ///
 /// # Errors
 /// Journal errors; [`JournalError::InUse`] while the earlier receiver lives.
 pub fn record_fetched(directory: &Path, session: SessionId) -> Result<(), JournalError> {
+    record(directory, session, &Record::Fetched)
+}
+
+/// Writes to the journal of a receiver that has died that its guest has crashed while it lacked
+/// pages. Its VMM must have ended.
+///
+/// # Errors
+/// As [`record_fetched`].
+pub fn record_crashed(directory: &Path, session: SessionId) -> Result<(), JournalError> {
+    record(directory, session, &Record::Ended)
+}
+
+/// Writes how the fetch has ended, unless that is in the journal already.
+fn record(directory: &Path, session: SessionId, record: &Record) -> Result<(), JournalError> {
     let (mut journal, records) = FileJournal::reopen(directory, session, Side::Destination)?;
     let lacks_pages =
         journal::recover_destination(&records).is_some_and(|(state, _)| state.is_fetching());
-    if lacks_pages { journal.append(&Record::Fetched) } else { Ok(()) }
+    if lacks_pages { journal.append(record) } else { Ok(()) }
 }
 
 fn fetch<V: LeftVm>(

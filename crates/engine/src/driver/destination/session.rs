@@ -33,6 +33,7 @@ use crate::machine::destination::io::{Action, Ending, Input, LinkId};
 use crate::machine::peer::DestinationSide;
 use crate::stats::{DestinationStats, FetchStats};
 use crate::vmm::DestinationVm;
+use vmferry_faults::FaultError;
 use vmferry_handover::journal::{FileJournal, Record};
 
 struct Link {
@@ -305,6 +306,12 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 }
                 Ok(Input::StreamRefused) => self.stream_refused(),
                 Ok(Input::RequestsEnded) => self.requests_ended(),
+                Ok(Input::VmmGone) => self.vmm_gone(),
+                Ok(Input::Failed(MigrateError::Faults(FaultError::ProcessGone { .. })))
+                    if self.machine.handover().is_fetching() =>
+                {
+                    self.vmm_gone()
+                }
                 Ok(input) => input,
                 Err(_) => Input::Tick,
             },
@@ -365,7 +372,8 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             Action::WriteIntent(kind) => {
                 Some(Input::IntentWritten(self.write(&Record::run_intent(kind))))
             }
-            Action::WriteFetched => Some(Input::FetchedWritten(self.write_fetched())),
+            Action::WriteFetched => Some(Input::FetchedWritten(self.write_again(&Record::Fetched))),
+            Action::WriteEnded => Some(Input::EndedWritten(self.write_again(&Record::Ended))),
             Action::WriteAborted { reason } => {
                 Some(Input::AbortWritten(self.write(&Record::Aborted { reason })))
             }

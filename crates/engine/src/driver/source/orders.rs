@@ -83,6 +83,9 @@ pub struct Progress {
     /// The destination runs the guest, and fetches pages of its memory from here. `round_pages` are
     /// the pages that it lacked, and `round_sent_pages` those that were sent to it.
     pub serving: bool,
+    /// With `serving`: the guest has crashed at the destination, and what it lacked is kept until an
+    /// operator gives it up.
+    pub crashed: bool,
     /// The destination's address.
     pub destination: String,
     /// Everything except the switchover is done, and the migration is held.
@@ -203,7 +206,8 @@ impl Orders {
         shown.began.get_or_insert_with(Instant::now);
         shown.progress.phase = phase;
         shown.progress.in_doubt = matches!(state, SourceState::InDoubt { .. });
-        shown.progress.serving = state == SourceState::Serving;
+        shown.progress.serving = matches!(state, SourceState::Serving | SourceState::Ended);
+        shown.progress.crashed = state == SourceState::Ended;
     }
 
     /// Updates the progress from a report.

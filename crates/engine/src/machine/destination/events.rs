@@ -35,10 +35,12 @@ impl Phase {
             Input::Failed(MigrateError::Faults(FaultError::ProcessGone { .. }))
                 if common.handover.is_fetching() =>
             {
-                self.on_guest_ended(common, now)
+                self.on_guest_ended(common, now, false)
             }
-            Input::GuestEnded if common.handover.is_fetching() => self.on_guest_ended(common, now),
-            Input::GuestEnded => {
+            Input::GuestEnded { in_order } if common.handover.is_fetching() => {
+                self.on_guest_ended(common, now, in_order)
+            }
+            Input::GuestEnded { .. } => {
                 let (action, source) = ("receive the guest", "the VMM has ended".into());
                 self.fail(common, now, MigrateError::Vm { action, source })
             }
@@ -66,9 +68,14 @@ impl Phase {
                 common.has_fetched = true;
                 self.go_on_fetching(common, now)
             }
-            Input::FetchedWritten(Err(error)) => self.on_fetched_failed(common, now, &error),
+            Input::FetchedWritten(Err(error)) | Input::EndedWritten(Err(error)) => {
+                self.on_fetched_failed(common, now, &error)
+            }
             Input::FetchedWritten(written) => {
                 self.on_journal(common, now, written, DestinationEvent::FetchedWritten)
+            }
+            Input::EndedWritten(written) => {
+                self.on_journal(common, now, written, DestinationEvent::EndedWritten)
             }
             Input::AbortWritten(result) => {
                 self.on_journal(common, now, result, DestinationEvent::AbortWritten)
@@ -79,7 +86,7 @@ impl Phase {
                 common.on_away(now, took);
                 self
             }
-            Input::StreamRefused | Input::RequestsEnded | Input::Tick => self,
+            Input::StreamRefused | Input::RequestsEnded | Input::VmmGone | Input::Tick => self,
         }
     }
 

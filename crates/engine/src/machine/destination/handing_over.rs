@@ -134,6 +134,12 @@ impl Phase {
                     common.act(Action::WriteIntent(common.kind));
                 }
                 (DestinationEffect::WriteFetched, _) => common.act(Action::WriteFetched),
+                (DestinationEffect::WriteEnded, _) => common.act(Action::WriteEnded),
+                (DestinationEffect::SendEnded, _) => {
+                    let word = SessionWord::Ended;
+                    let message = ControlMessage::Answer { session, word, token: None };
+                    common.act(Action::Broadcast(message));
+                }
                 (DestinationEffect::SendFetching, _) => {
                     common.report(Report::Fetching { pages: common.missing_pages });
                     let word = SessionWord::Fetching;

@@ -76,8 +76,14 @@ pub enum Input {
     /// The VMM of a carried guest has closed the stream of its requests for pages. Handled by the
     /// driver, which asks the VMM why.
     RequestsEnded,
-    /// The guest's VMM is a process of its own, and has ended.
-    GuestEnded,
+    /// The guest's VMM is a process of its own, and has ended. Handled by the driver, which asks
+    /// the VMM how.
+    VmmGone,
+    /// The same.
+    GuestEnded {
+        /// The guest was powered off, or its VMM was told to end.
+        in_order: bool,
+    },
     /// The VMM has stopped reading a stream. Handled by the driver, which asks the VMM why.
     StreamRefused,
     /// The digest of everything that was placed.
@@ -90,6 +96,8 @@ pub enum Input {
     IntentWritten(Result<(), MigrateError>),
     /// FETCHED is on disk. With an error this is unknown.
     FetchedWritten(Result<(), MigrateError>),
+    /// ENDED is on disk. With an error this is unknown.
+    EndedWritten(Result<(), MigrateError>),
     /// ABORTED is on disk. With an error this is unknown.
     AbortWritten(Result<(), MigrateError>),
     /// The guest's vCPUs were started, or could not be.
@@ -190,6 +198,8 @@ pub enum Action {
     WriteIntent(SessionKind),
     /// Append FETCHED: `FetchedWritten`.
     WriteFetched,
+    /// Append ENDED: `EndedWritten`.
+    WriteEnded,
     /// Append ABORTED: `AbortWritten`.
     WriteAborted {
         /// Why, for people.
@@ -269,8 +279,12 @@ pub enum Report {
     FetchProgress(Box<FetchProgress>),
     /// The last missing page has arrived.
     Fetched,
-    /// The guest has ended while it lacked pages, so none is missing any more.
-    GuestEnded,
+    /// The guest has ended while it lacked pages, and needs none any more.
+    GuestEnded {
+        /// It was powered off, or its VMM was told to end. Otherwise it has crashed, and the source
+        /// keeps what it lacked.
+        in_order: bool,
+    },
     /// Something failed while the guest runs here and lacks pages.
     FetchingFailed {
         /// The cause, in words.

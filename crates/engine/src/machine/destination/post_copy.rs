@@ -82,29 +82,39 @@ impl Session {
     }
 }
 
-impl Phase {
-    /// Ends the session if the guest runs and has all its pages.
-    pub(super) fn go_on_fetching(self, common: &mut Common, now: Duration) -> Self {
-        if common.handover != DestinationState::Fetching || !common.has_fetched {
-            return self;
+impl Common {
+    /// How the fetch has ended, if the guest has been started and FETCHED or ENDED is to be written.
+    fn end_of_fetch(&self) -> Option<DestinationEvent> {
+        match (self.handover, self.has_fetched, self.guest_ended) {
+            (DestinationState::Fetching, true, _) => Some(DestinationEvent::Fetched),
+            (DestinationState::Fetching, false, true) => Some(DestinationEvent::Crashed),
+            _ => None,
         }
-        if !common.guest_ended {
+    }
+}
+
+impl Phase {
+    /// Ends the session if the guest runs and has all its pages, or has ended.
+    pub(super) fn go_on_fetching(self, common: &mut Common, now: Duration) -> Self {
+        let Some(event) = common.end_of_fetch() else { return self };
+        if !common.guest_ended && common.has_fetched {
             common.report(Report::Fetched);
         }
-        self.hand_over(common, now, LinkId::CONTROL, DestinationEvent::Fetched)
+        self.hand_over(common, now, LinkId::CONTROL, event)
     }
 
-    /// The guest's VMM is a process of its own, and has ended. So the guest needs no pages.
-    pub(super) fn on_guest_ended(self, common: &mut Common, now: Duration) -> Self {
+    /// The guest's VMM is a process of its own, and has ended. If it was told to, nothing of the
+    /// source is needed. What a crashed guest lacks is of use to nobody but its operator.
+    pub(super) fn on_guest_ended(self, common: &mut Common, now: Duration, in_order: bool) -> Self {
         if !std::mem::replace(&mut common.guest_ended, true) {
-            common.report(Report::GuestEnded);
+            common.report(Report::GuestEnded { in_order });
         }
-        common.has_fetched = true;
+        common.has_fetched |= in_order;
         self.go_on_fetching(common, now)
     }
 
-    /// FETCHED could not be written. The guest runs on, the source keeps its memory, and the write
-    /// is tried again for as long as it takes.
+    /// FETCHED or ENDED could not be written. The guest runs on, the source keeps its memory, and
+    /// the write is tried again for as long as it takes.
     pub(super) fn on_fetched_failed(
         self,
         common: &mut Common,
@@ -117,14 +127,12 @@ impl Phase {
         self.hand_over(common, now, LinkId::CONTROL, DestinationEvent::JournalFailed)
     }
 
-    /// Tries again to write FETCHED, if it is time.
+    /// Tries again to write FETCHED or ENDED, if it is time.
     pub(super) fn retry_fetched(self, common: &mut Common, now: Duration) -> Self {
-        if common.handover == DestinationState::Fetching
-            && common.fetched_retry.is_some_and(|at| now >= at)
-        {
-            return self.hand_over(common, now, LinkId::CONTROL, DestinationEvent::Fetched);
+        match common.end_of_fetch().filter(|_| common.fetched_retry.is_some_and(|at| now >= at)) {
+            Some(event) => self.hand_over(common, now, LinkId::CONTROL, event),
+            None => self,
         }
-        self
     }
 
     /// Whether this is the number of a fetch lane, and not of a data lane.

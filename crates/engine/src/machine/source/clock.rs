@@ -41,7 +41,8 @@ impl Phase {
     /// Whether messages are expected on the control channel.
     pub(super) fn listens(&self, common: &Common) -> bool {
         let is_asking = match self {
-            Self::Serving(serving) => !serving.is_heard,
+            // Nothing that a destination could say matters after ENDED.
+            Self::Serving(serving) => !serving.is_heard || common.handover == SourceState::Ended,
             _ => matches!(common.handover, SourceState::InDoubt { .. }),
         };
         !is_asking && !self.is_done() && common.links.is_control_up()
@@ -67,10 +68,12 @@ impl Phase {
             Self::Verifying(_) => ("the hash of this host's memory", timeouts.verify),
             Self::HandingOver(_) => ("RUNNING", timeouts.running),
             Self::Asking(_) => ("the destination's word", timeouts.running),
-            Self::Serving(serving) if !serving.is_heard => {
+            Self::Serving(serving)
+                if !serving.is_heard && common.handover == SourceState::Serving =>
+            {
                 ("the destination's word", timeouts.running)
             }
-            // However long the destination takes to fetch all pages.
+            // However long the destination takes to fetch all pages, or the operator to decide.
             Self::Serving(_) => return None,
             // Bounded by the VMM and the kernel, which the engine calls and waits for.
             Self::OpeningFetch(_) if common.links.are_up() => {

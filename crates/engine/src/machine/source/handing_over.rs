@@ -146,8 +146,9 @@ impl Phase {
         let Step { next, effects, by_operator } = step;
         let before = std::mem::replace(&mut common.handover, next);
         let mut phase = match (next, self) {
-            (SourceState::Serving, phase @ Self::Serving(_)) => phase,
+            (SourceState::Serving | SourceState::Ended, phase @ Self::Serving(_)) => phase,
             (SourceState::Serving, phase) => phase.begin_serving(common, now),
+            (SourceState::Ended, phase) => phase.begin_keeping(common, now),
             (_, Self::Asking(asking)) => Self::Asking(asking),
             (SourceState::InDoubt { .. }, phase) => {
                 let (pause, since) = (phase.pause(), phase.promised_at().unwrap_or(now));
@@ -191,6 +192,9 @@ impl Phase {
                 }
                 SourceEffect::Release => common.act(Action::Release),
             }
+        }
+        if next == SourceState::Ended && before != SourceState::Ended {
+            common.report(Report::GuestCrashed);
         }
         match phase {
             phase if next.is_final() && !before.is_final() => phase.end(common, now),

@@ -22,6 +22,11 @@ use crate::link::channel_name;
 const SHORT: Duration = Duration::from_secs(1);
 
 impl Common {
+    /// Whether pages are here that the destination lacks, or lacked when its guest crashed.
+    fn keeps_pages(&self) -> bool {
+        matches!(self.handover, SourceState::Serving | SourceState::Ended)
+    }
+
     /// Reports a failure once, until another one follows.
     pub(super) fn report_serving_failure(&mut self, error: &MigrateError) {
         let reason = chain(error);
@@ -92,7 +97,9 @@ impl Phase {
         match common.handover {
             SourceState::Holding if self.awaits_fetching() => self.fail(common, now, error),
             // It is opened again before it is needed.
-            SourceState::Holding | SourceState::Given | SourceState::Kept => self,
+            SourceState::Holding | SourceState::Ended | SourceState::Given | SourceState::Kept => {
+                self
+            }
             // The destination may run the guest and use the lane before this side hears of it.
             SourceState::Committing { .. }
             | SourceState::Committed
@@ -146,14 +153,27 @@ impl Phase {
         self
     }
 
-    /// The destination runs the guest and lacks pages of it.
-    pub(super) fn begin_serving(self, common: &mut Common, now: Duration) -> Self {
+    /// The destination has run the guest, which has crashed while it lacked pages of it. They are
+    /// kept, and nothing is asked or sent any more.
+    pub(super) fn begin_keeping(self, common: &mut Common, now: Duration) -> Self {
+        self.note_downtime(common, now);
+        common.links.forget_losses();
+        Self::Serving(Serving { since: now, is_heard: true })
+    }
+
+    /// The guest has been started at the destination.
+    fn note_downtime(&self, common: &mut Common, now: Duration) {
         if let Some(pause) = self.pause() {
             common.stats.downtime_ms = ms(now.saturating_sub(pause.since));
         }
         if let Some(since) = self.promised_at() {
             common.stats.downtime.commit_ms = ms(now.saturating_sub(since));
         }
+    }
+
+    /// The destination runs the guest and lacks pages of it.
+    pub(super) fn begin_serving(self, common: &mut Common, now: Duration) -> Self {
+        self.note_downtime(common, now);
         let was_asked = matches!(self, Self::Asking(_));
         common.report(Report::Serving { pages: common.stats.missing_pages });
         common.links.forget_losses();
@@ -213,7 +233,7 @@ impl Phase {
 
     /// The VMM of a carried guest has ended. Pages that the destination lacks are lost.
     pub(super) fn on_vmm_ended(self, common: &mut Common, now: Duration, source: VmError) -> Self {
-        if common.handover == SourceState::Serving {
+        if common.keeps_pages() {
             return self.lose_pages(common, now, MigrateError::PagesLost { source });
         }
         common.vmm_has_ended = true;
@@ -224,7 +244,7 @@ impl Phase {
     fn lose_pages(self, common: &mut Common, now: Duration, error: MigrateError) -> Self {
         let (next, effects) = common.handover.step(SourceEvent::GiveUp);
         let by_operator = matches!(error, MigrateError::GivenUp);
-        if common.handover == SourceState::Serving {
+        if common.keeps_pages() {
             // The destination can't notice it: its guest only waits.
             let reason = error.reason_for_peer();
             common.act(Action::Send(ControlMessage::Abort { reason }));

@@ -25,6 +25,28 @@ fn golden_bytes_of_the_fields_of_final() {
     }
 }
 
+/// Frozen: a release that does not know ENDED must read OWNS.
+#[test]
+fn ended_is_owns_with_a_field() {
+    let ended = ControlMessage::Answer {
+        session: SessionId([1; 16]),
+        word: SessionWord::Ended,
+        token: None,
+    };
+    let bytes = encoded(2, &ended);
+    let session = "01".repeat(16);
+    assert_eq!(hex(&bytes[CONTROL_HEADER_BYTES..]), format!("{session}03020000000000"));
+    assert_eq!(message(2, &bytes), Ok(ended));
+    let refused = |word: u8, field: &[u8], why: &str| {
+        let body = [&[1; 16][..], &[word], field].concat();
+        let error = message(2, &sealed(16, &body)).unwrap_err().to_string();
+        assert!(error.contains(why), "{error}");
+    };
+    refused(5, &[], "is a field, and not a word");
+    refused(4, &[2, 0, 0, 0, 0, 0], "it contradicts the word");
+    refused(3, &[2, 0, 1, 0, 0, 0, 9], "it has no content");
+}
+
 #[test]
 fn lacking_is_bounded() {
     let lacking = |bytes| ControlMessage::Lacking { slot: SlotId(0), first: 0, bits: bytes };

@@ -120,7 +120,7 @@ impl FetchHandle {
     pub fn guest_has_ended(&self) {
         if let Some(fetch) = self.0.fetch.lock().as_ref() {
             // Fails only if the session has ended.
-            let _ = fetch.results.send(Input::GuestEnded);
+            let _ = fetch.results.send(Input::VmmGone);
         }
     }
 

@@ -81,7 +81,7 @@ impl<V: DestinationVm> Session<'_, V> {
         self.vmm_awaits = crossbeam_channel::after(Duration::from_secs(1));
         let done = match self.vm.late_end() {
             Ok(LateEnd::Complete) => Input::Fetched,
-            Ok(LateEnd::GuestEnded) => Input::GuestEnded,
+            Ok(LateEnd::GuestEnded) => self.vmm_gone(),
             Ok(LateEnd::Awaited) => return Input::Tick,
             Err(source) => {
                 return Input::Failed(MigrateError::Vm {
@@ -92,6 +92,11 @@ impl<V: DestinationVm> Session<'_, V> {
         };
         self.vmm_awaits = crossbeam_channel::never();
         done
+    }
+
+    /// The guest's VMM, which is a process of its own, has ended.
+    pub(super) fn vmm_gone(&mut self) -> Input {
+        Input::GuestEnded { in_order: self.vm.ended_in_order() }
     }
 
     pub(super) fn open(&mut self, session: SessionId) -> Result<(), MigrateError> {
@@ -131,14 +136,15 @@ impl<V: DestinationVm> Session<'_, V> {
         }
     }
 
-    /// Appends FETCHED. If an earlier attempt has failed, it may be in the journal already.
-    pub(super) fn write_fetched(&mut self) -> Result<(), MigrateError> {
-        match (self.write(&Record::Fetched), &mut self.journal) {
+    /// Appends a record of which an earlier attempt may have failed. Then it may be in the journal
+    /// already.
+    pub(super) fn write_again(&mut self, record: &Record) -> Result<(), MigrateError> {
+        match (self.write(record), &mut self.journal) {
             (Err(MigrateError::Journal(JournalError::Poisoned { .. })), Some(journal)) => {
-                if journal.renew(Side::Destination)?.contains(&Record::Fetched) {
+                if journal.renew(Side::Destination)?.contains(record) {
                     return Ok(());
                 }
-                self.write(&Record::Fetched)
+                self.write(record)
             }
             (written, _) => written,
         }

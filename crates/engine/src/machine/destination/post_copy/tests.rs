@@ -3,7 +3,7 @@
 use vmferry_faults::FaultError;
 use vmferry_handover::SessionKind;
 use vmferry_handover::journal::Record;
-use vmferry_wire::{ControlMessage, FetchLanes, LaneOffer, SessionId};
+use vmferry_wire::{ControlMessage, FetchLanes, LaneOffer, SessionId, SessionWord};
 
 use super::super::fixture::{DIGEST, assert_phase, heard, receiving};
 use super::*;
@@ -128,17 +128,55 @@ fn last_page_may_arrive_before_the_guest_runs() {
 }
 
 #[test]
-fn guest_that_has_ended_needs_no_pages() {
+fn guest_that_was_ended_needs_no_pages() {
     let mut destination = fetching();
     destination.handle(Duration::ZERO, Input::IntentWritten(Ok(())));
     let _ = did(&mut destination);
-    let gone = || FaultError::ProcessGone { at: 0x1000 };
-    destination.handle(Duration::ZERO, Input::Failed(gone().into()));
-    destination.handle(Duration::ZERO, Input::Failed(gone().into()));
+    destination.handle(Duration::ZERO, Input::GuestEnded { in_order: true });
+    destination.handle(Duration::ZERO, Input::GuestEnded { in_order: true });
     assert!(matches!(did(&mut destination)[..], [Action::WriteFetched]));
     destination.handle(Duration::ZERO, Input::FetchedWritten(Ok(())));
     let _ = did(&mut destination);
     assert!(matches!(destination.ending(), Some(Ending::Owns(None))));
+}
+
+/// The source keeps what the guest lacked. A write of ENDED that fails is repeated.
+#[test]
+fn source_is_told_that_the_guest_has_crashed() {
+    let mut destination = fetching();
+    destination.handle(Duration::ZERO, Input::IntentWritten(Ok(())));
+    let _ = did(&mut destination);
+    let gone = || Input::Failed(FaultError::ProcessGone { at: 0x1000 }.into());
+    destination.handle(Duration::ZERO, gone());
+    destination.handle(Duration::ZERO, gone());
+    assert!(matches!(did(&mut destination)[..], [Action::WriteEnded]));
+    let error = MigrateError::Cancelled { during: "a test" };
+    destination.handle(Duration::ZERO, Input::EndedWritten(Err(error)));
+    let _ = did(&mut destination);
+    assert!(destination.ending().is_none());
+    let later = destination.next_tick().unwrap();
+    destination.handle(later, Input::Tick);
+    assert!(matches!(did(&mut destination)[..], [Action::WriteEnded]));
+    destination.handle(later, Input::EndedWritten(Ok(())));
+    let told = std::iter::from_fn(|| destination.next_action()).any(|action| {
+        let word = SessionWord::Ended;
+        matches!(action, Action::Broadcast(ControlMessage::Answer { word: it, .. }) if it == word)
+    });
+    assert!(told);
+    assert!(matches!(destination.ending(), Some(Ending::Owns(Some(MigrateError::CrashedLacking)))));
+}
+
+/// Its last page has arrived, and only FETCHED could not be written yet.
+#[test]
+fn crash_of_a_guest_with_all_pages_frees_the_source() {
+    let mut destination = fetching();
+    destination.handle(Duration::ZERO, Input::IntentWritten(Ok(())));
+    destination.handle(Duration::ZERO, Input::Fetched);
+    let error = MigrateError::Cancelled { during: "a test" };
+    destination.handle(Duration::ZERO, Input::FetchedWritten(Err(error)));
+    let _ = did(&mut destination);
+    destination.handle(Duration::ZERO, Input::GuestEnded { in_order: false });
+    assert!(matches!(did(&mut destination)[..], [Action::WriteFetched]));
 }
 
 /// The source may have been restarted, or this side, or only the channels are new.

@@ -344,6 +344,50 @@ fn nothing_but_giving_up_ends_serving() {
     assert!(matches!(source.ending(), Some(Ending::Lost(MigrateError::GivenUp))));
 }
 
+/// What it lacked is of use to nobody but its operator, who alone frees it.
+#[test]
+fn pages_of_a_crashed_guest_are_kept() {
+    let doubting = || {
+        let mut source = final_sent();
+        let ready = ControlMessage::Ready { digest: DIGEST, load_us: 0 };
+        source.handle(NOW, Input::Control(ready));
+        source.handle(NOW, Input::CommitWritten(Ok(())));
+        source.handle(NOW, Input::LinkLost(lost()));
+        source
+    };
+    for (mut source, records) in [(serving(), 0), (doubting(), 1)] {
+        let _ = did(&mut source);
+        source.handle(NOW, answer(&source, SessionWord::Ended));
+        assert_phase!(source, Serving);
+        let mut told = Vec::new();
+        let mut written = 0;
+        while let Some(action) = source.next_action() {
+            written += usize::from(matches!(action, Action::WriteOutcome(Record::Serving)));
+            if let Action::Report(report) = action {
+                told.push(report);
+            }
+        }
+        assert_eq!((&told[..], written), (&[Report::GuestCrashed][..], records));
+        let session = source.common.config.session;
+        let running = ControlMessage::Running { session, start_us: 0 };
+        for input in [
+            Input::LinkLost(lost()),
+            lane_lost(FETCH, 0),
+            Input::Control(running),
+            answer(&source, SessionWord::Ended),
+            answer(&source, SessionWord::Unknown),
+            Input::Cancel,
+            Input::Tick,
+        ] {
+            source.handle(NOW, input);
+            assert_eq!(did(&mut source).len(), 0, "nothing is asked, dialed or freed");
+        }
+        assert_eq!((source.next_tick(), source.handover()), (None, SourceState::Ended));
+        source.handle(NOW, Input::GiveUp);
+        assert!(matches!(source.ending(), Some(Ending::Lost(MigrateError::GivenUp))));
+    }
+}
+
 #[test]
 fn failure_while_serving_is_reported_once() {
     let mut source = serving();
