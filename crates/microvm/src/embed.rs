@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use vmferry::destination::FetchHandle;
+use vmferry::vmm::FAULT_SHARES;
 use vmferry::vmm::free_pages::FreePages;
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, Resume, SourceVm, VmError};
 use vmferry_dirty::{DirtyLog, LogChoice, SoftwareWay};
@@ -158,12 +159,9 @@ impl DestinationVm for IncomingMachine {
         Some(self.check(guest).map(drop))
     }
 
-    /// Not with a balloon, which frees pages. The guest's memory is mapped in this process only.
+    /// The guest's memory is mapped in this process only.
     fn takes_post_copy(&self) -> Result<(), VmError> {
         let machine = self.machine.as_ref().ok_or("no guest was announced")?;
-        if machine.lock().balloon().is_some() {
-            return Err("it has a balloon, which frees pages while others are missing".into());
-        }
         Ok(FaultRanges::check(machine.lock().memory())?)
     }
 
@@ -185,6 +183,16 @@ impl DestinationVm for IncomingMachine {
         Ok(machine.lock().resume()?)
     }
 
+    /// Until the last page has arrived, a balloon returns none to the system.
+    fn register_faults(&mut self, memory: &GuestMemory) -> Result<FaultRanges, VmError> {
+        self.keep_pages(true);
+        Ok(FaultRanges::register(memory, FAULT_SHARES)?)
+    }
+
+    fn fetch_ends(&mut self) {
+        self.keep_pages(false);
+    }
+
     fn fetch_begins(&mut self, fetch: FetchHandle) {
         if let (Some(watch), Some(machine)) = (&mut self.on_fetch, &self.machine) {
             watch(Arc::clone(machine), fetch);
@@ -193,6 +201,12 @@ impl DestinationVm for IncomingMachine {
 }
 
 impl IncomingMachine {
+    fn keep_pages(&self, keep: bool) {
+        if let Some(balloon) = self.machine.as_ref().and_then(|it| it.lock().balloon()) {
+            balloon.keep_pages(keep);
+        }
+    }
+
     fn check(&self, guest: &GuestDescription) -> Result<(GuestKind, GuestConfig), PrepareError> {
         self.check_identity(guest)?;
         let kind = match guest.vmm.as_str() {

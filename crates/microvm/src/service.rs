@@ -45,6 +45,9 @@ const PROGRESS_PERIOD: Duration = Duration::from_millis(200);
 /// Maximum length of an estimate. A longer one would not be more accurate.
 const MAX_ESTIMATE: Duration = Duration::from_secs(600);
 
+/// How long to wait for a balloon whose guest lacks pages.
+const FETCHING_PATIENCE: Duration = Duration::from_millis(50);
+
 /// How long to wait for the guest's statistics. A running driver answers in milliseconds.
 const STATISTICS_TIMEOUT: Duration = Duration::from_millis(500);
 
@@ -105,6 +108,8 @@ impl GuestService {
             Busy::Fetching(fetch) => Some(fetch.clone()),
             _ => None,
         };
+        let fetch = fetching.as_ref().and_then(FetchHandle::progress);
+        let is_fetching = fetch.is_some();
         let machine = self.machine.lock();
         let config = machine.config();
         // A thread that reads a missing page waits for it, and the link may be down.
@@ -126,9 +131,12 @@ impl GuestService {
             crash: machine.crash(),
             report: has_report.then(|| machine.report()).transpose()?,
             migration,
-            fetch: fetching.and_then(|fetch| fetch.progress()),
+            fetch,
             watched,
-            balloon: machine.balloon().map(|balloon| balloon.status()),
+            balloon: machine.balloon().and_then(|balloon| match is_fetching {
+                true => balloon.status_within(FETCHING_PATIENCE),
+                false => Some(balloon.status()),
+            }),
         })
     }
 
@@ -279,6 +287,12 @@ impl GuestService {
             let text = "this guest has no balloon: it can be given one when it is started";
             ControlError::new(ErrorCode::WrongState, text)
         })?;
+        // The device may be waiting for a page that is missing.
+        if let busy @ Busy::Fetching(_) = &*self.busy.lock()
+            && balloon.status_within(FETCHING_PATIENCE).is_none()
+        {
+            busy.refuse()?;
+        }
         if let Some(bytes) = target_bytes {
             balloon.set_target(bytes).map_err(machine_error)?;
         }

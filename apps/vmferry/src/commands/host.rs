@@ -78,12 +78,14 @@ pub fn host(
             (machine.crash(), machine.balloon())
         };
         // Each warning is reported once in the device's life.
-        let warnings = balloon.map_or_else(Vec::new, |balloon| balloon.status().warnings);
+        // The device may be waiting for a page that is missing.
+        let status = balloon.and_then(|balloon| balloon.status_within(POLL_PERIOD));
+        let warnings = status.map_or_else(Vec::new, |status| status.warnings);
         for warning in warnings.iter().skip(warned) {
             let event = json!({ "event": "balloon-warning", "name": name, "warning": warning });
             output.event(&event, || format!("{name}: its balloon's driver: {warning}"));
         }
-        warned = warnings.len();
+        warned = warned.max(warnings.len());
         if fetch.as_ref().is_some_and(|fetch| fetch.progress().is_some()) {
             continue;
         }

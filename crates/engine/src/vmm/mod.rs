@@ -238,7 +238,7 @@ impl HarvestGuard for () {
 
 /// Shares of the memory for which a thread handles faults, with the default way of registering it.
 /// More than two did not raise the rate of faults on two cores.
-const FAULT_SHARES: usize = 2;
+pub const FAULT_SHARES: usize = 2;
 
 /// Where an arriving guest is written.
 #[derive(Debug)]

@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
@@ -53,6 +53,8 @@ struct Shared {
     waiting: AtomicUsize,
     memory: Arc<GuestMemoryMmap<DirtyBitmap>>,
     guest: GuestMemory,
+    /// Whether the device returns no page to the system.
+    keeps_pages: Arc<AtomicBool>,
     kicks: [EventFd; MAX_QUEUES],
     /// Ends the thread's wait for kicks.
     wake: EventFd,
@@ -99,10 +101,11 @@ impl BalloonDevice {
         let (epoll, other_kicks) = copies().map_err(MachineError::Balloon)?;
         let pin = Arc::new(InterruptPin::new(BALLOON_GSI));
         let line = Line::new(Arc::clone(&pin));
+        let keeps_pages = Arc::new(AtomicBool::new(false));
         let device = Device::new(
             BalloonConfig::default(),
             Arc::clone(&memory),
-            Host::new(guest.clone()),
+            Host::new(guest.clone(), Arc::clone(&keeps_pages)),
             line.clone(),
         )
         .map_err(|error| MachineError::Balloon(io::Error::other(error)))?;
@@ -120,6 +123,7 @@ impl BalloonDevice {
             waiting: AtomicUsize::new(0),
             memory,
             guest,
+            keeps_pages,
             kicks,
             wake,
             epoll,
@@ -186,7 +190,7 @@ impl BalloonDevice {
         let device = Device::restore(
             BalloonConfig::default(),
             Arc::clone(&self.shared.memory),
-            Host::new(self.shared.guest.clone()),
+            Host::new(self.shared.guest.clone(), Arc::clone(&self.shared.keeps_pages)),
             self.shared.line.clone(),
             &saved.device,
         )

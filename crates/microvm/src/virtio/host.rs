@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde::Serialize;
 use vmferry_balloon::{BalloonHost, CommandId, GuestRange, PAGE_BYTES, Statistics, Warning};
@@ -38,6 +39,8 @@ pub struct HintRound {
 /// The embedder's side of the device.
 pub(super) struct Host {
     memory: GuestMemory,
+    /// Whether no page is returned to the system.
+    keeps_pages: Arc<AtomicBool>,
     pub(super) listener: Option<Arc<dyn BalloonListener>>,
     /// The last round of hints.
     pub(super) hints: Option<HintRound>,
@@ -49,9 +52,11 @@ pub(super) struct Host {
 }
 
 impl Host {
-    pub(super) fn new(memory: GuestMemory) -> Self {
+    /// While `keeps_pages` is set, no page is returned to the system.
+    pub(super) fn new(memory: GuestMemory, keeps_pages: Arc<AtomicBool>) -> Self {
         Self {
             memory,
+            keeps_pages,
             listener: None,
             hints: None,
             discarded_bytes: 0,
@@ -75,6 +80,9 @@ impl Host {
 impl BalloonHost for Host {
     fn discard(&mut self, range: GuestRange) -> io::Result<()> {
         let Some(run) = self.run(range) else { return Err(io::ErrorKind::InvalidInput.into()) };
+        if self.keeps_pages.load(Ordering::Acquire) {
+            return Ok(());
+        }
         let result = self.memory.discard(run);
         // Even if it failed, some of the pages may be discarded.
         let gone = result.as_ref().map_or(Some(run), |gone| *gone);

@@ -193,8 +193,13 @@ impl Phase {
                 SourceEffect::Release => common.act(Action::Release),
             }
         }
-        if next == SourceState::Ended && before != SourceState::Ended {
-            common.report(Report::GuestCrashed);
+        // After the record that says so.
+        match next {
+            SourceState::Serving if before != next => {
+                common.report(Report::Serving { pages: common.stats.missing_pages });
+            }
+            SourceState::Ended if before != next => common.report(Report::GuestCrashed),
+            _ => {}
         }
         match phase {
             phase if next.is_final() && !before.is_final() => phase.end(common, now),

@@ -175,7 +175,6 @@ impl Phase {
     pub(super) fn begin_serving(self, common: &mut Common, now: Duration) -> Self {
         self.note_downtime(common, now);
         let was_asked = matches!(self, Self::Asking(_));
-        common.report(Report::Serving { pages: common.stats.missing_pages });
         common.links.forget_losses();
         let first = common.config.channels.get();
         let lost = (first..).zip(&common.post_copy.lanes).filter(|(_, link)| link.lost.is_some());

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -56,10 +57,26 @@ impl Balloon {
         Ok(())
     }
 
+    /// From now on the guest's balloon and its reports of free pages return no page to the system, or
+    /// do so again. What they would have returned meanwhile stays.
+    pub fn keep_pages(&self, keep: bool) {
+        self.0.keeps_pages.store(keep, Ordering::Release);
+    }
+
     /// The balloon's status.
     #[must_use]
     pub fn status(&self) -> BalloonStatus {
-        let state = self.0.lock();
+        Self::status_of(&self.0.lock())
+    }
+
+    /// The same, if the device answers in this time: it may be waiting for a page of the guest that
+    /// is missing.
+    #[must_use]
+    pub fn status_within(&self, patience: Duration) -> Option<BalloonStatus> {
+        Some(Self::status_of(&*self.0.state.try_lock_for(patience)?))
+    }
+
+    fn status_of(state: &State) -> BalloonStatus {
         let device = &state.transport.device;
         let host = device.host();
         BalloonStatus {

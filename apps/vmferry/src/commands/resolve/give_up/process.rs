@@ -14,8 +14,8 @@ const ASKED: Duration = Duration::from_secs(5);
 /// How long a killed VMM may take: its memory is freed meanwhile.
 const KILLED: Duration = Duration::from_secs(30);
 
-/// How long the threads of a VMM may take to stop.
-const STOPPED: Duration = Duration::from_secs(1);
+/// How long to wait until each thread of a VMM is seen to be stopped.
+const STOPPED: Duration = Duration::from_secs(2);
 
 /// Pause between looks at the threads: nothing tells when one has stopped.
 const LOOK_PERIOD: Duration = Duration::from_millis(10);
@@ -43,13 +43,15 @@ impl Process {
         })
     }
 
-    /// Stops all its threads. Those that wait for a page stand still anyway.
+    /// Stops all its threads: none returns to its program or to the guest from now on. One that
+    /// needs a missing page in a system call can't stop before the page comes. It may spin in the
+    /// kernel until then (Linux `fault_signal_pending` is for faults of user mode), so it is not
+    /// waited for without end.
     pub fn stop(&self) -> anyhow::Result<Stopped<'_>> {
         self.signal(Signal::STOP)?;
         let stopped = Stopped(self);
         let until = Instant::now() + STOPPED;
-        while !self.stands_still() {
-            anyhow::ensure!(Instant::now() < until, "process {} did not stop", self.pid);
+        while !self.stands_still() && Instant::now() < until {
             std::thread::sleep(LOOK_PERIOD);
         }
         Ok(stopped)
