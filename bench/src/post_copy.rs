@@ -178,7 +178,7 @@ fn measure(lab: &Lab, namespaces: &Namespaces, way: Way, plan: Plan) -> anyhow::
 /// says otherwise.
 #[derive(Clone, Debug, Serialize)]
 struct PostCopyRow {
-    link: &'static str,
+    scene: &'static str,
     way: &'static str,
     missing_pages: f64,
     missing_pages_min: f64,
@@ -207,7 +207,7 @@ fn row_of(scene: Scene, way: Way, samples: &[Sample]) -> PostCopyRow {
         (!values.is_empty()).then(|| median(values))
     };
     PostCopyRow {
-        link: scene.name(),
+        scene: scene.name(),
         way: way.name(),
         missing_pages: mid(|sample| sample.missing_pages),
         missing_pages_min: least(all(|sample| sample.missing_pages)),

@@ -85,7 +85,7 @@ impl Slot {
 }
 
 /// The page size of a file on hugetlbfs; `None` for any other file.
-pub(crate) fn huge_page_bytes(file: &File) -> io::Result<Option<u64>> {
+pub fn huge_page_bytes(file: &File) -> io::Result<Option<u64>> {
     let stat = rustix::fs::fstatfs(file)?;
     Ok((stat.f_type as u64 == HUGETLBFS_MAGIC).then_some(stat.f_bsize as u64))
 }

@@ -41,6 +41,7 @@ pub use guest_bytes::GuestBytes;
 pub use hash::{
     WholeHash, is_zero, page_hash, stream_hash, whole_hash, whole_hash_except, zero_page_hash,
 };
+pub use huge::huge_page_bytes;
 pub use map::{MemoryKind, map_slots};
 pub use place::Place;
 pub use populated::data_extents;

@@ -136,8 +136,8 @@ impl Arrived {
         }))
     }
 
-    /// Whether nothing is left of the guest of this session, which arrived here: its note is gone, or
-    /// its QEMU has ended.
+    /// Whether nothing is left of the guest of this session, which arrived here: its note is gone,
+    /// or its QEMU has ended.
     ///
     /// # Errors
     /// If the note can't be read.
@@ -182,6 +182,12 @@ impl Arrived {
     #[must_use]
     pub fn monitor(&self) -> &Path {
         &self.monitor
+    }
+
+    /// Whether it was paused at the source, not by vmferry, and stays paused.
+    #[must_use]
+    pub fn stays_paused(&self) -> bool {
+        self.stays_paused
     }
 
     /// Size of its memory in bytes, if it may lack pages.

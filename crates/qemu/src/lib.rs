@@ -65,7 +65,8 @@ pub use machine::{Habits, Machine};
 pub use memory_file::{Examiner, KeptFile, Mapper, Release, Sharing};
 pub use mode::{Mode, Reached};
 pub use process::{
-    Mapping, has_ended_within, open_file, pidfd, reported_mappings, wait_for_end, wait_until_gone,
+    Mapping, has_ended_within, open_file, pagemap, pidfd, reported_mappings, wait_for_end,
+    wait_until_gone,
 };
 pub use qmp::{Client, Qmp, QmpError, Version};
 pub use ram::{Block, Carrier, Ram};

@@ -77,8 +77,8 @@ pub fn host(
             let machine = machine.lock();
             (machine.crash(), machine.balloon())
         };
-        // Each warning is reported once in the device's life.
-        // The device may be waiting for a page that is missing.
+        // Each warning is reported once in the device's life. The device may be waiting for a page
+        // that is missing.
         let status = balloon.and_then(|balloon| balloon.status_within(POLL_PERIOD));
         let warnings = status.map_or_else(Vec::new, |status| status.warnings);
         for warning in warnings.iter().skip(warned) {

@@ -22,7 +22,7 @@ use crate::restrict::restrict;
 
 /// Listens until a guest runs here, then hosts it.
 pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
-    super::qemu::note_crashed(&directories()?.journals(), output)?;
+    super::qemu::note_crashed(&directories()?.journals(), output);
     match (&options.qemu, &options.exec) {
         (Some(qmp), _) => return super::qemu::receive::attached(qmp, options, output),
         (None, Some(command)) => return super::qemu::receive::started(command, options, output),

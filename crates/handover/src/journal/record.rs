@@ -60,8 +60,8 @@ pub enum Record {
     RunIntentPostCopy,
     /// Destination: the guest has all its pages.
     Fetched,
-    /// Destination: the guest has crashed while it lacked pages. A release that does not know it
-    /// does not start, because it would fetch pages for a guest that is gone.
+    /// Destination: the guest has crashed while it lacked pages. A release that does not know this
+    /// record refuses the journal: it would take the guest for one that still fetches.
     Ended,
     /// Destination: the guest never ran here and never will.
     Aborted {

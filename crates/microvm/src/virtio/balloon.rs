@@ -5,6 +5,7 @@ use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
@@ -243,6 +244,14 @@ impl Shared {
     fn lock(&self) -> MutexGuard<'_, State> {
         self.waiting.fetch_add(1, Ordering::SeqCst);
         let state = self.state.lock();
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        state
+    }
+
+    /// The same, if the lock is free within this time.
+    fn lock_within(&self, patience: Duration) -> Option<MutexGuard<'_, State>> {
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let state = self.state.try_lock_for(patience);
         self.waiting.fetch_sub(1, Ordering::SeqCst);
         state
     }

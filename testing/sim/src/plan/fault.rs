@@ -80,7 +80,8 @@ pub enum Fault {
     Damage { message: u64, bit: u32 },
     /// A host's process dies when the message is sent, and is restarted.
     Crash { host: Host, message: u64, back_after: Duration },
-    /// The guest crashes, if it runs at the destination, lacks pages and is in a process of its own.
+    /// The guest crashes, if it runs at the destination, lacks pages and is in a process of its
+    /// own.
     GuestCrash { message: u64 },
     /// The user cancels.
     Cancel { host: Host, message: u64 },

@@ -10,7 +10,9 @@ use vmferry::MigrateError;
 use vmferry::destination::{
     Notice, Owned, Received, Witness, fetch_for_left, record_crashed, record_fetched,
 };
-use vmferry_handover::journal::{self, JournalError, LaterSession, Record, Side, recovered_word};
+use vmferry_handover::journal::{
+    self, JournalError, LaterSession, Record, SessionSummary, Side, recovered_word,
+};
 use vmferry_qemu::{Arrived, Finished, Qmp};
 use vmferry_sandbox::Files;
 use vmferry_transport::Listener;
@@ -149,31 +151,39 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found
     Ok(Found { left, kept })
 }
 
-/// Notes of guests that ended while they lacked pages and nobody received for them that they have
-/// crashed, so that their sources learn it.
-pub fn note_crashed(journals: &Path, output: &Output) -> Result<(), Failure> {
-    let internal = |error| Failure::of(Code::Internal, error);
-    for one in journal::sessions(journals).map_err(internal)? {
-        let is_left = one.side == Side::Destination && one.lacks_pages() && !one.led;
-        if !is_left || !Arrived::has_ended(journals, one.session)? {
+/// Writes ENDED for guests that crashed here before they had all their pages, while no receiver was
+/// there to see it. Their sources learn it from the next answer. A journal that can't be read or
+/// written must not keep other guests from arriving.
+pub fn note_crashed(journals: &Path, output: &Output) {
+    let found = journal::record_files::<Record>(journals, Side::Destination).unwrap_or_default();
+    for one in found {
+        let (Ok(records), session) = (one.records, one.session) else { continue };
+        let summary = SessionSummary::new(session, Side::Destination, records, one.led);
+        let is_left = summary.lacks_pages() && !summary.led;
+        if !is_left || !Arrived::has_ended(journals, session).unwrap_or(false) {
             continue;
         }
-        match record_crashed(journals, one.session) {
+        let guest = summary.guest();
+        let name = guest.map_or_else(|| "a guest".to_owned(), ToString::to_string);
+        let crashed =
+            format!("{name}, received in session {session}, has crashed while it lacked pages");
+        match record_crashed(journals, session) {
+            Ok(()) => {
+                let event = json!({ "event": "guest-crashed", "session": session, "guest": guest });
+                output.event(&event, || format!("{crashed}: its source learns that when it asks"));
+            }
             // Another receiver has just taken it over.
-            Err(JournalError::InUse { .. }) => continue,
-            recorded => recorded.map_err(internal)?,
+            Err(JournalError::InUse { .. }) => {}
+            Err(error) => {
+                let reason = vmferry::chain(&error);
+                let event =
+                    json!({ "event": "crash-not-noted", "session": session, "reason": reason });
+                output.event(&event, || {
+                    format!("{crashed}, and its journal can't be written: {reason}")
+                });
+            }
         }
-        let (session, guest) = (one.session, one.guest());
-        let event = json!({ "event": "guest-crashed", "session": session, "guest": guest });
-        output.event(&event, || {
-            let guest = guest.map_or_else(|| "a guest".to_owned(), ToString::to_string);
-            format!(
-                "{guest}, received in session {session}, has crashed while it lacked pages of its \
-                 source: it is told so when it asks"
-            )
-        });
     }
-    Ok(())
 }
 
 /// Whether the guest of a session runs here and lacks pages, by its journal.
@@ -254,6 +264,7 @@ pub fn fetch_for(
         qmp: qmp.clone(),
         release: "QEMU".into(),
         memory_bytes,
+        is_paused: arrived.stays_paused(),
     });
     // Before the restrictions, which forbid to look into other processes.
     let left = arrived.take_over(&places.journals())?;

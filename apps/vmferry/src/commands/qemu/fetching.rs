@@ -55,6 +55,8 @@ pub struct Guest {
     pub release: String,
     /// Size of the guest's memory.
     pub memory_bytes: u64,
+    /// It was paused at the source, and stays paused.
+    pub is_paused: bool,
 }
 
 /// The guest's control socket. Dropping it removes the socket.
@@ -90,7 +92,7 @@ impl Guest {
         let about = json!({
             "name": name,
             "uuid": self.identity.uuid,
-            "phase": "running",
+            "phase": if self.is_paused { "paused" } else { "running" },
             "guest": "qemu",
             "choice": self.release,
             "memory_bytes": self.memory_bytes,

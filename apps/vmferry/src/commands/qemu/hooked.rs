@@ -174,6 +174,8 @@ pub struct Hooked<V> {
     session: Option<String>,
     /// The guest that was announced, and the size of its memory.
     guest: Option<(GuestIdentity, u64)>,
+    /// It was paused at the source, and stays paused.
+    is_paused: bool,
     /// Where its control socket is.
     places: Option<Directories>,
     shown: Option<Shown>,
@@ -184,8 +186,9 @@ impl<V> Hooked<V> {
     /// Wraps a VM. Without a runner, no hook runs.
     pub fn new(vm: V, runner: Option<Arc<HookRunner>>, output: &Output) -> Self {
         let (pending, session, guest) = (None, None, None);
-        let (places, shown) = (None, None);
-        Self { vm, runner, pending, session, guest, places, shown, output: output.clone() }
+        let (is_paused, places, shown) = (false, None, None);
+        let output = output.clone();
+        Self { vm, runner, pending, session, guest, is_paused, places, shown, output }
     }
 
     /// The guest has a control socket while it lacks pages.
@@ -223,6 +226,7 @@ impl<V: DestinationVm + ReceivingQemu> DestinationVm for Hooked<V> {
     fn prepare(&mut self, guest: &GuestDescription) -> Result<Landing, PrepareError> {
         let pages: u64 = guest.layout.iter().map(|slot| slot.pages).sum();
         self.guest = Some((guest.identity.clone(), pages * PAGE_SIZE as u64));
+        self.is_paused = false;
         self.before(&guest.identity).map_err(|error| PrepareError::Vm(error.into()))?;
         let prepared = self.vm.prepare(guest);
         if prepared.is_err() {
@@ -259,6 +263,7 @@ impl<V: DestinationVm + ReceivingQemu> DestinationVm for Hooked<V> {
                 qmp: self.vm.monitor().to_owned(),
                 release: self.vm.release(),
                 memory_bytes,
+                is_paused: self.is_paused,
             };
             self.shown = guest.show(places, fetch.clone(), &self.output);
         }
@@ -291,6 +296,7 @@ impl<V: DestinationVm + ReceivingQemu> DestinationVm for Hooked<V> {
     }
 
     fn stay_paused(&mut self) -> Result<(), VmError> {
+        self.is_paused = true;
         self.vm.stay_paused()
     }
 

@@ -8,7 +8,7 @@ use vmferry_qemu::Arrived;
 
 use super::{guest_name, peer};
 
-/// A guest that nobody serves, or that fetches nothing, until a process takes over.
+/// A guest whose missing pages are not served, or not fetched, until a process takes over.
 pub struct Unattended<'a> {
     session: &'a SessionSummary,
     /// At the destination, the QEMU that it runs in.
@@ -55,13 +55,13 @@ impl<'a> Unattended<'a> {
             (Side::Source, _) => format!(
                 "{name} runs at {peer} and may need pages of this host, which no process serves: \
                  the same `vmferry send` as before goes on with session {session}, and `vmferry \
-                 resolve --give-up` gives the guest up"
+                 resolve {session} --give-up` gives the guest up"
             ),
             (Side::Destination, Some(qemu)) => format!(
                 "{name} runs here in QEMU process {} and may need pages of {peer}, which no \
                  process fetches: its threads wait. The same `vmferry receive` as before goes on \
-                 with session {session}; if {peer} is lost for good, `vmferry resolve {name} \
-                 --give-up` ends the guest",
+                 with session {session}; if {peer} is lost for good, `vmferry resolve \
+                 {session} --give-up` ends the guest",
                 qemu.pid()
             ),
             (Side::Destination, None) => format!(

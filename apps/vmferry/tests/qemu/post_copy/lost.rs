@@ -9,6 +9,7 @@ use serde_json::Value;
 use vmferry_qemu::wait_for_end;
 use vmferry_qemu_lab::{Qemu, Version};
 
+use super::carried::private;
 use super::{Move, PAGE, content, emulated, is_there, on_kvm};
 use crate::support::stops::{Stopped, guardian_of};
 use crate::support::{Ended, in_parallel, run_ok, text};
@@ -119,4 +120,18 @@ fn guest_without_a_receiver_is_seen_and_given_up() {
     check_dump(&directory, &ended, &memory);
     moving.is_given_up();
     moving.scene.a.run(&["resolve", "tested", "--give-up", "--yes"]).exited(0);
+}
+
+/// Its memory is QEMU's alone, and QEMU itself waits for its pages.
+#[test]
+fn carried_guest_is_given_up_and_its_memory_saved() {
+    let mut moving = Move::until_it_fetches(private(on_kvm(Version::V10_0)), &[]);
+    moving.send.event("serving");
+    moving.receiving.kill();
+    moving.lose_source();
+    let directory = moving.scene.world.path("dump");
+    let ended = moving.give_up(&["--dump", text(&directory)]).exited(0);
+    assert!(ended.last()["dumped_bytes"].as_u64() > Some(16 << 20), "{ended:?}");
+    assert!(ended.last()["absent_pages"].as_u64() > Some(1000), "{ended:?}");
+    moving.is_given_up();
 }

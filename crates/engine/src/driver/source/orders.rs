@@ -83,8 +83,8 @@ pub struct Progress {
     /// The destination runs the guest, and fetches pages of its memory from here. `round_pages` are
     /// the pages that it lacked, and `round_sent_pages` those that were sent to it.
     pub serving: bool,
-    /// With `serving`: the guest has crashed at the destination, and what it lacked is kept until an
-    /// operator gives it up.
+    /// With `serving`: the guest has crashed at the destination, and what it lacked is kept until
+    /// an operator gives it up.
     pub crashed: bool,
     /// The destination's address.
     pub destination: String,

@@ -79,7 +79,7 @@ pub enum Input {
     /// The guest's VMM is a process of its own, and has ended. Handled by the driver, which asks
     /// the VMM how.
     VmmGone,
-    /// The same.
+    /// The guest's VMM is a process of its own, and has ended in this way.
     GuestEnded {
         /// The guest was powered off, or its VMM was told to end.
         in_order: bool,

@@ -83,7 +83,7 @@ impl Session {
 }
 
 impl Common {
-    /// How the fetch has ended, if the guest has been started and FETCHED or ENDED is to be written.
+    /// How the fetch has ended, if the guest was started and neither FETCHED nor ENDED is on disk.
     fn end_of_fetch(&self) -> Option<DestinationEvent> {
         match (self.handover, self.has_fetched, self.guest_ended) {
             (DestinationState::Fetching, true, _) => Some(DestinationEvent::Fetched),

@@ -408,8 +408,8 @@ pub enum Report {
         /// Pages that the destination lacked at the switchover.
         pages: u64,
     },
-    /// The guest has crashed at the destination while it lacked pages. Its memory is kept here until
-    /// an operator gives it up.
+    /// The guest has crashed at the destination while it lacked pages. Its memory is kept here
+    /// until an operator gives it up.
     GuestCrashed,
     /// Pages that the destination lacks can't be sent to it for now.
     ServingFailed {

@@ -57,8 +57,8 @@ impl Balloon {
         Ok(())
     }
 
-    /// From now on the guest's balloon and its reports of free pages return no page to the system, or
-    /// do so again. What they would have returned meanwhile stays.
+    /// From now on the guest's balloon and its reports of free pages return no page to the system,
+    /// or do so again. What they would have returned meanwhile stays.
     pub fn keep_pages(&self, keep: bool) {
         self.0.keeps_pages.store(keep, Ordering::Release);
     }
@@ -73,7 +73,7 @@ impl Balloon {
     /// is missing.
     #[must_use]
     pub fn status_within(&self, patience: Duration) -> Option<BalloonStatus> {
-        Some(Self::status_of(&*self.0.state.try_lock_for(patience)?))
+        Some(Self::status_of(&*self.0.lock_within(patience)?))
     }
 
     fn status_of(state: &State) -> BalloonStatus {

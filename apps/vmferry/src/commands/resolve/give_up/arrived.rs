@@ -22,7 +22,7 @@ use crate::progress::fetch;
 /// How long the receiver may take to note that its guest has ended.
 const NOTED: Duration = Duration::from_secs(10);
 
-/// Pause between looks at the journal: nothing tells when it is written.
+/// Pause between looks at the journal.
 const LOOK_PERIOD: Duration = Duration::from_millis(50);
 
 /// The VMM of a guest that lacks pages.
@@ -162,8 +162,8 @@ fn remind(
     let Some(vmm) = vmm else {
         text.push_str(&format!(
             "{name} has run here while it lacked pages of {of}, and its VMM has ended, so {name} \
-             is lost. Giving up notes that it needs none any more. It can only be started again \
-             from its disks."
+             is lost. Giving up notes here that it needs no pages any more, so that {of} frees \
+             them when it asks. It can only be started again from its disks."
         ));
         return text;
     };
@@ -214,6 +214,7 @@ fn note(directory: &Directories, session: &SessionSummary) -> Result<(), Failure
                 if Instant::now() >= until {
                     return Err(in_use(session));
                 }
+                // Nothing tells when another process has written its journal.
                 std::thread::sleep(LOOK_PERIOD);
             }
             recorded => return recorded.map_err(internal),

@@ -13,8 +13,9 @@ use std::time::{Duration, Instant};
 use anyhow::Context;
 use bytesize::ByteSize;
 use serde_json::{Value, json};
-use vmferry_memory::{PAGE_SIZE, data_extents};
-use vmferry_qemu::{Mapping, open_file, reported_mappings};
+use vmferry_memory::pagemap::{PAGE_IS_PRESENT, PAGE_IS_SWAPPED, PageRegion, Query, scan};
+use vmferry_memory::{PAGE_SIZE, data_extents, huge_page_bytes};
+use vmferry_qemu::{Mapping, open_file, pagemap, reported_mappings};
 
 const PAGE: u64 = PAGE_SIZE as u64;
 
@@ -26,13 +27,6 @@ const TELL_PERIOD: Duration = Duration::from_secs(1);
 
 /// The list of what was saved.
 pub const LIST: &str = "memory.json";
-
-/// Bits of an entry of `/proc/PID/pagemap`: in memory, in swap (Linux
-/// `Documentation/admin-guide/mm/pagemap.rst`).
-const PRESENT_OR_SWAPPED: u64 = 0b11 << 62;
-
-/// `HUGETLBFS_MAGIC` of Linux `include/uapi/linux/magic.h`.
-const HUGETLBFS: i64 = 0x9584_58f6;
 
 /// A new directory. What was written into it is removed with this value, unless it is
 /// [kept](Self::keep).
@@ -91,8 +85,8 @@ impl Drop for Directory {
 }
 
 /// Saves all memory of the process of which pages are reported missing: a sparse file for each
-/// region, and a list of them with what `about` says. `tell` is told the bytes that are written, and
-/// those of all.
+/// region, and a list of them with what `about` says. `tell` is told the bytes that are written,
+/// and those of all.
 pub fn save(
     pid: u32,
     directory: &Directory,
@@ -162,8 +156,7 @@ impl Region {
         }
         let source = File::open(format!("/proc/{pid}/mem"));
         let source = source.with_context(|| format!("open the memory of process {pid}"))?;
-        let present = in_page_table(pid, &addresses)
-            .with_context(|| format!("look at the page table of process {pid}"))?;
+        let present = in_page_table(pid, &addresses)?;
         Ok(Self { offset: addresses.start, addresses, source, present })
     }
 
@@ -213,34 +206,21 @@ fn file_of(pid: u32, mapping: &Mapping) -> Option<File> {
     let file = open_file(pid, mapping)
         .ok()
         .or_else(|| File::open(format!("/proc/{pid}/map_files/{start:x}-{end:x}")).ok())?;
-    let system = rustix::fs::fstatfs(&file).ok()?;
-    (system.f_type != HUGETLBFS).then_some(file)
+    let is_huge = huge_page_bytes(&file).ok()?.is_some();
+    (!is_huge).then_some(file)
 }
 
 /// The ranges of these addresses that are in memory or in swap, in bytes from the first one.
-fn in_page_table(pid: u32, addresses: &Range<u64>) -> std::io::Result<Vec<Range<u64>>> {
-    const ENTRIES: usize = 8192;
-    let table = File::open(format!("/proc/{pid}/pagemap"))?;
-    let pages = (addresses.end - addresses.start) / PAGE;
-    let mut entries = vec![0; ENTRIES * size_of::<u64>()];
-    let mut present: Vec<Range<u64>> = Vec::new();
-    let mut page = 0;
-    while page < pages {
-        let count = (pages - page).min(ENTRIES as u64);
-        let entries = &mut entries[..count as usize * size_of::<u64>()];
-        table.read_exact_at(entries, (addresses.start / PAGE + page) * size_of::<u64>() as u64)?;
-        for (entry, number) in entries.as_chunks().0.iter().zip(page..) {
-            if u64::from_ne_bytes(*entry) & PRESENT_OR_SWAPPED == 0 {
-                continue;
-            }
-            let range = number * PAGE..(number + 1) * PAGE;
-            match present.last_mut() {
-                Some(last) if last.end == range.start => last.end = range.end,
-                _ => present.push(range),
-            }
-        }
-        page += count;
-    }
+fn in_page_table(pid: u32, addresses: &Range<u64>) -> anyhow::Result<Vec<Range<u64>>> {
+    let query = Query { any: PAGE_IS_PRESENT | PAGE_IS_SWAPPED, ..Query::default() };
+    let mut regions = [PageRegion::default(); 256];
+    let mut present = Vec::new();
+    scan(&pagemap(pid)?, addresses.clone(), query, &mut regions, |region| {
+        present.push(region.start - addresses.start..region.end - addresses.start);
+    })
+    .with_context(|| {
+        format!("find the pages of process {pid} (for private memory, from Linux 6.7 on)")
+    })?;
     Ok(present)
 }
 

@@ -17,7 +17,7 @@ const KILLED: Duration = Duration::from_secs(30);
 /// How long to wait until each thread of a VMM is seen to be stopped.
 const STOPPED: Duration = Duration::from_secs(2);
 
-/// Pause between looks at the threads: nothing tells when one has stopped.
+/// Pause between looks at the threads.
 const LOOK_PERIOD: Duration = Duration::from_millis(10);
 
 /// A process.
@@ -52,6 +52,7 @@ impl Process {
         let stopped = Stopped(self);
         let until = Instant::now() + STOPPED;
         while !self.stands_still() && Instant::now() < until {
+            // Nothing tells when a thread has stopped.
             std::thread::sleep(LOOK_PERIOD);
         }
         Ok(stopped)
