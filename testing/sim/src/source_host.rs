@@ -374,7 +374,7 @@ impl SourceHost {
 fn step_of(action: &Action) -> Option<Step> {
     match action {
         Action::StartLog => Some(Step::StartLog),
-        Action::Harvest => Some(Step::Harvest),
+        Action::Harvest | Action::HarvestMore => Some(Step::Harvest),
         Action::Pause => Some(Step::Pause),
         Action::HarvestLast => Some(Step::HarvestLast),
         Action::Save => Some(Step::Save),

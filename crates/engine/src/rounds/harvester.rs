@@ -25,10 +25,13 @@ pub struct Harvester {
     before: PageSet,
     /// The pages of `pending` that are sent last.
     last: Arc<PageSet>,
+    /// The pages of `pending` that the destination knows to be missing.
+    named: PageSet,
     /// A set for the next harvest, so that it does not allocate.
     spare: PageSet,
-    /// The guest was resumed after the last harvest. The pending pages then count as written.
-    recalled: bool,
+    /// The next harvest adds the pending pages: the guest was resumed after the last harvest, or
+    /// they were not sent.
+    keeps_pending: bool,
     omitted: Option<Omission>,
 }
 
@@ -54,8 +57,9 @@ impl Harvester {
             pending: Arc::new(PageSet::for_memory(&memory)),
             before: PageSet::for_memory(&memory),
             last: Arc::new(PageSet::for_memory(&memory)),
+            named: PageSet::for_memory(&memory),
             spare: PageSet::for_memory(&memory),
-            recalled: false,
+            keeps_pending: false,
             omitted: None,
             memory,
         }
@@ -121,9 +125,7 @@ impl Harvester {
         let mut pages = std::mem::replace(&mut self.spare, PageSet::for_layout(&[]));
         pages.clear_all();
         let collected = collect(&*self.log, &mut pages)?;
-        if std::mem::take(&mut self.recalled) && self.does(Omission::RecalledPages) {
-            // The last round read these pages without protecting them again, because the guest was
-            // paused.
+        if std::mem::take(&mut self.keeps_pending) {
             pages.union_with(&self.pending);
         }
         self.freed.harvested(&mut pages)?;
@@ -135,6 +137,19 @@ impl Harvester {
             self.pending = Arc::new(std::mem::replace(&mut self.spare, fresh));
         }
         Ok((self.pending.count(), collected))
+    }
+
+    /// The pending pages will not be sent before the next harvest, which adds them.
+    pub fn keep_pending(&mut self) {
+        self.keeps_pending = true;
+    }
+
+    /// The pending pages, without those that this has returned since the last round or recall.
+    pub fn name_pending(&mut self) -> PageSet {
+        let mut new = (*self.pending).clone();
+        new.subtract(&self.named);
+        self.named.union_with(&new);
+        new
     }
 
     /// Adds the pages written before the pause to the pending pages. Returns the number of pending
@@ -154,7 +169,9 @@ impl Harvester {
 
     /// The guest was resumed after its last harvest.
     pub fn recall(&mut self) {
-        self.recalled = true;
+        // The last round read the pages without protecting them again, because the guest was paused.
+        self.keeps_pending = self.does(Omission::RecalledPages);
+        self.named.clear_all();
         // `harvest_last` has made the spare set the pending one.
         self.spare = PageSet::for_memory(&self.memory);
     }
@@ -168,6 +185,7 @@ impl Harvester {
     /// # Errors
     /// Errors of the dirty log.
     pub fn order(&mut self, round: u32, rearm: bool) -> Result<RoundOrder, MigrateError> {
+        self.named.clear_all();
         if rearm && round > 1 && self.freed.can_ask() {
             let protect = self.does(Omission::ProtectionOfHints);
             self.freed.ask(&*self.log, &self.pending, protect)?;
@@ -220,5 +238,73 @@ impl Harvester {
             self.log.give_back(&self.pending);
         }
         let _ = self.log.stop();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmferry_dirty::UffdLog;
+    use vmferry_memory::{MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
+
+    use super::*;
+    use crate::data::source::lane::Signal;
+
+    const SLOT: SlotId = SlotId(0);
+
+    fn harvester() -> Harvester {
+        let layout = [SlotLayout { slot: SLOT, gpa: 0, pages: 64 }];
+        let memory = GuestMemory::allocate(&layout, MemoryKind::Private).unwrap();
+        let log = Arc::new(UffdLog::new(&memory).unwrap());
+        let freed = Freed::new(Vec::new(), &memory, Arc::new(Signal::default()));
+        log.start().unwrap();
+        let mut harvester = Harvester::new(memory, log, freed);
+        assert_eq!(harvester.started().unwrap(), 0);
+        harvester
+    }
+
+    fn write(harvester: &Harvester, pages: &[u64]) {
+        for page in pages {
+            harvester.memory().write_at(page * PAGE_SIZE as u64, &[1]).unwrap();
+        }
+    }
+
+    fn harvest(harvester: &mut Harvester) -> u64 {
+        harvester.harvest(|log, pages| Ok(log.collect(pages).map(drop)?)).unwrap().0
+    }
+
+    fn named(harvester: &mut Harvester) -> Vec<u64> {
+        let pages = harvester.name_pending();
+        pages.bitmap(SLOT).runs().flat_map(|(first, count)| first..first + count).collect()
+    }
+
+    #[test]
+    fn pages_that_are_not_sent_stay_pending_and_are_named_once() {
+        let mut harvester = harvester();
+        write(&harvester, &[3, 4, 9]);
+        assert_eq!(harvest(&mut harvester), 3);
+        assert_eq!(named(&mut harvester), [3, 4, 9]);
+        write(&harvester, &[4, 20]);
+        harvester.keep_pending();
+        assert_eq!(harvest(&mut harvester), 4);
+        assert_eq!(named(&mut harvester), [20]);
+        write(&harvester, &[21]);
+        assert_eq!(harvester.harvest_last().unwrap(), 5);
+        assert_eq!(named(&mut harvester), [21]);
+    }
+
+    /// The destination forgets what was named when the guest is sent or resumed after all.
+    #[test]
+    fn pages_are_named_again_after_a_round_or_a_recall() {
+        let mut harvester = harvester();
+        write(&harvester, &[3]);
+        assert_eq!(harvest(&mut harvester), 1);
+        assert_eq!(named(&mut harvester), [3]);
+        drop(harvester.order(2, true).unwrap());
+        write(&harvester, &[3]);
+        assert_eq!(harvest(&mut harvester), 1, "what was sent is not pending any more");
+        assert_eq!(named(&mut harvester), [3]);
+        harvester.recall();
+        assert_eq!(harvest(&mut harvester), 1);
+        assert_eq!(named(&mut harvester), [3]);
     }
 }

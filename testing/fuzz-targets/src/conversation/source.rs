@@ -263,7 +263,7 @@ impl SourceHost {
                 self.pages.send();
                 self.tasks.extend((0..self.config.channels.get()).map(Task::Send));
             }
-            Action::Harvest => self.tasks.push(Task::Harvest),
+            Action::Harvest | Action::HarvestMore => self.tasks.push(Task::Harvest),
             Action::Pause => self.tasks.push(Task::Pause),
             Action::HarvestLast => self.tasks.push(Task::LastHarvest),
             Action::PrepareStorageSample => self.samples_storage = true,

@@ -139,7 +139,7 @@ impl Process {
 
     /// Tells the destination which pages were not sent. They count as never sent.
     pub(super) fn tell_lacking(&mut self) -> Vec<ControlMessage> {
-        let mut lacking = self.harvester.pending().clone();
+        let mut lacking = self.harvester.name_pending();
         if self.sabotage == Some(Sabotage::OmitLacking)
             && let Some(PageRun { slot, first, .. }) = self.harvester.pending().runs().next()
         {

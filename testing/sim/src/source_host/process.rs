@@ -165,7 +165,10 @@ impl Process {
             Action::SendRound { round, rearm } => {
                 self.send_round(round, rearm, guest, network).err().map(Input::Failed)
             }
-            Action::Harvest => {
+            harvest @ (Action::Harvest | Action::HarvestMore) => {
+                if matches!(harvest, Action::HarvestMore) {
+                    self.harvester.keep_pending();
+                }
                 let writes = network.rng.usize(..30);
                 guest.work(&mut network.rng, writes);
                 Some(self.harvest().unwrap_or_else(Input::Failed))

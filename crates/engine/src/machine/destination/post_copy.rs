@@ -57,7 +57,7 @@ impl Session {
         let Lacking { named, freed } = lacking;
         let (named, freed) = (named.bitmap_mut(slot), freed.bitmap_mut(slot));
         let mut runs: Vec<PageRun> = Vec::new();
-        for (byte, at) in bits.iter().zip((0..).step_by(8)) {
+        for (byte, at) in bits.iter().zip((0..).step_by(8)).filter(|(byte, _)| **byte != 0) {
             for bit in (0..8).filter(|bit| byte >> bit & 1 == 1) {
                 let page = first.checked_add(at + bit).filter(|page| *page < in_slot.pages);
                 let Some(page) = page else {

@@ -90,6 +90,9 @@ impl Phase {
             (Input::Harvested { pages, took, stood_still }, Self::Harvesting(harvesting)) => {
                 harvesting.on_harvested(common, now, Found { pages, took, stood_still })
             }
+            (Input::Harvested { pages, took, stood_still }, Self::OpeningFetch(opening)) => {
+                opening.on_harvested(common, now, Found { pages, took, stood_still })
+            }
             (Input::FetchLanesJoined, Self::OpeningFetch(opening)) => {
                 opening.on_opened(common, now)
             }

@@ -249,6 +249,9 @@ pub enum Action {
     },
     /// Harvest with the guest running: `Harvested`.
     Harvest,
+    /// The same, and add the pages found to the pending ones, which were not sent: `Harvested` with
+    /// the number of all of them.
+    HarvestMore,
     /// From now on, `Save` also reads a sample of the guest's storage.
     PrepareStorageSample,
     /// Set the windows for a link with this round trip.
@@ -277,7 +280,8 @@ pub enum Action {
     Save,
     /// Sum up the hashes of all pages as last sent: `Digest`.
     SumDigest,
-    /// Send [`ControlMessage::Lacking`] for all pending pages, and forget their hashes.
+    /// Send [`ControlMessage::Lacking`] for all pending pages that were not named since the last
+    /// round, and forget their hashes.
     TellLacking,
     /// Answer requests on fetch lanes from now on.
     ServePages {

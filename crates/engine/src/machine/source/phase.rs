@@ -64,13 +64,26 @@ pub(super) struct Harvesting;
 
 /// The fetch lanes are being opened, and the destination frees outdated pages. The guest still
 /// runs.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct OpeningFetch {
+    /// All harvests together.
     pub(super) found: Found,
+    /// Pages that the last LACKING named for the first time.
+    pub(super) named: u64,
+    /// When it was sent.
+    pub(super) named_at: Duration,
+    /// How often pages were named.
+    pub(super) namings: u32,
+    /// How long the destination took to free them.
+    pub(super) freed_in: Duration,
     /// Whether all fetch lanes have channels.
     pub(super) are_open: bool,
     /// The ping after LACKING, until it is answered: the destination has freed outdated pages then.
     pub(super) ping: Option<u64>,
+    /// The log is being harvested again.
+    pub(super) is_harvesting: bool,
+    /// The destination has withdrawn LACKING since that harvest began.
+    pub(super) is_withdrawn: bool,
 }
 
 /// The guest is being paused.
@@ -146,7 +159,7 @@ pub(super) struct Serving {
 }
 
 /// Pages that a harvest found.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Found {
     /// Their number.
     pub(super) pages: u64,

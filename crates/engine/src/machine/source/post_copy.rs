@@ -8,13 +8,15 @@
 //! Until COMMIT every failure resumes the guest here. So does a lost link: the destination has
 //! freed outdated pages by then, and the source would have to send them again.
 
+mod opening_fetch;
+
 use std::time::Duration;
 
-use vmferry_wire::{ControlMessage, FetchLanes};
+use vmferry_wire::FetchLanes;
 
 use super::common::Common;
 use super::io::{Action, Report};
-use super::phase::{Found, Harvesting, LastRound, OpeningFetch, Pause, Phase, Sending};
+use super::phase::{LastRound, Pause, Phase, Sending};
 use crate::config::{PostCopy, WhenStuck};
 use crate::error::MigrateError;
 use crate::rounds::convergence::{Decision, Harvest};
@@ -173,23 +175,6 @@ impl Common {
     }
 }
 
-impl Harvesting {
-    /// The harvest is the last one with the guest running: fetch lanes are opened, unless they are.
-    pub(super) fn begin_post_copy(self, common: &mut Common, now: Duration, found: Found) -> Phase {
-        common.begin_wait(now);
-        // Freeing pages takes a while, so the destination learns of most of them while the guest
-        // still runs.
-        common.act(Action::TellLacking);
-        let ping = Some(common.send_ping(now));
-        let opening = OpeningFetch { found, are_open: common.post_copy.are_open, ping };
-        if opening.are_open {
-            return Phase::OpeningFetch(opening);
-        }
-        common.open_fetch_lanes();
-        Phase::OpeningFetch(opening)
-    }
-}
-
 impl Sending {
     /// A carried guest is moved with its VMM's own post-copy: the fetch lanes are opened, unless
     /// they are, and the VMM is told to stop the guest.
@@ -236,40 +221,6 @@ impl Common {
         };
         let attempts = self.post_copy.lanes.iter_mut().map(attempts).collect();
         self.act(Action::OpenFetchLanes { token, attempts });
-    }
-}
-
-impl OpeningFetch {
-    /// All fetch lanes have channels.
-    pub(super) fn on_opened(mut self, common: &mut Common, now: Duration) -> Phase {
-        self.are_open = true;
-        common.post_copy.note_open();
-        self.go_on(common, now)
-    }
-
-    /// A ping was answered.
-    pub(super) fn on_pong(mut self, common: &mut Common, now: Duration, nonce: u64) -> Phase {
-        self.ping.take_if(|ping| nonce >= *ping);
-        self.go_on(common, now)
-    }
-
-    /// The control channel was reestablished. The destination has withdrawn LACKING, and it frees
-    /// no more pages because of it.
-    pub(super) fn on_resumed(self, common: &mut Common, now: Duration) -> Phase {
-        common.start_running_round(now, self.found)
-    }
-
-    fn go_on(self, common: &mut Common, now: Duration) -> Phase {
-        if !self.are_open || self.ping.is_some() || !common.links.is_control_up() {
-            return Phase::OpeningFetch(self);
-        }
-        if !common.links.are_up() || !common.post_copy.are_open {
-            // All of these pages are sent as in pre-copy.
-            common.act(Action::Send(ControlMessage::Withdraw {}));
-            return common.start_running_round(now, self.found);
-        }
-        common.kind = SessionKind::PostCopy;
-        common.pause_guest(now, 0)
     }
 }
 

@@ -71,6 +71,10 @@ impl<V: SourceVm> GuestSide<V> for MemoryGuest {
                 self.send_round(core, round, rearm).err().map(Input::Failed)
             }
             Action::Harvest => Some(self.harvest(core).unwrap_or_else(Input::Failed)),
+            Action::HarvestMore => {
+                self.harvester.keep_pending();
+                Some(self.harvest(core).unwrap_or_else(Input::Failed))
+            }
             Action::Throttle { percent } => self.throttle(core, percent),
             Action::Pause => Some(pause(core)),
             Action::HarvestLast => Some(self.harvest_last().unwrap_or_else(Input::Failed)),
@@ -191,11 +195,12 @@ impl MemoryGuest {
         messages.iter().find_map(|message| core.send(message))
     }
 
-    /// Reports to the destination the pages that were not sent. They count as never sent.
+    /// Reports to the destination the pages that were not sent, unless it knows. They count as
+    /// never sent.
     fn tell_lacking<V: Resume>(&mut self, core: &mut Core<'_, V>) -> Option<Input> {
-        let lacking = self.harvester.pending();
+        let lacking = self.harvester.name_pending();
         lacking.runs().for_each(|run| self.hashes.forget(run));
-        lacking_messages(lacking).find_map(|message| core.send(&message))
+        lacking_messages(&lacking).find_map(|message| core.send(&message))
     }
 
     fn save<V: SourceVm>(&self, core: &mut Core<'_, V>) -> Input {

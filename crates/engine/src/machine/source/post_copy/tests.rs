@@ -186,6 +186,86 @@ fn guest_is_resumed_if_a_link_is_lost_while_it_is_paused() {
     assert_eq!((source.common.kind, source.common.stats.recalls), (SessionKind::PreCopy, 1));
 }
 
+/// Freeing pages takes the destination a while, in which the guest writes others.
+#[test]
+fn pages_written_meanwhile_are_named_too_while_that_shortens_the_pause() {
+    let mut source = after_one_round(config(PostCopy::Now));
+    source.handle(NOW, harvested(40_000));
+    source.handle(NOW, Input::FetchLanesJoined);
+    let mut now = NOW;
+    for (total, takes) in [(75_000, 200), (79_000, 175), (79_100, 20)] {
+        let _ = did(&mut source);
+        now += Duration::from_millis(takes);
+        source.handle(now, answered(&source));
+        let done = did(&mut source);
+        assert!(matches!(done[..], [Action::HarvestMore]), "{total}: {done:?}");
+        source.handle(now, harvested(total));
+    }
+    let done = did(&mut source);
+    assert!(matches!(done[..], [Action::Pause]), "100 pages take half a millisecond: {done:?}");
+    assert_eq!(source.common.pace.last_harvest, now);
+}
+
+/// It writes to memory that it has never written to, or less and less for a long time.
+#[test]
+fn guest_that_goes_on_writing_new_pages_is_paused() {
+    for (share, namings) in [(0.95, 1), (0.85, 16)] {
+        let mut source = after_one_round(config(PostCopy::Now));
+        let (mut now, mut new, mut total, mut named) = (NOW, 100_000.0, 100_000, 0);
+        source.handle(now, harvested(total));
+        source.handle(now, Input::FetchLanesJoined);
+        while did(&mut source).iter().any(|action| matches!(action, Action::TellLacking)) {
+            named += 1;
+            now += Duration::from_micros((new * 5.0) as u64);
+            source.handle(now, answered(&source));
+            new *= share;
+            total += new as u64;
+            source.handle(now, harvested(total));
+        }
+        assert_eq!(named, namings, "{share}");
+        assert_phase!(source, Pausing);
+    }
+}
+
+/// Opening channels takes a while too, on a link with a long round trip.
+#[test]
+fn guest_that_ran_on_while_lanes_were_opened_is_harvested_again() {
+    let mut source = after_one_round(config(PostCopy::Now));
+    source.handle(NOW, many());
+    source.handle(NOW, answered(&source));
+    let _ = did(&mut source);
+    source.handle(Duration::from_millis(300), Input::FetchLanesJoined);
+    assert!(matches!(did(&mut source)[..], [Action::HarvestMore]));
+}
+
+#[test]
+fn lost_link_during_that_harvest_leads_to_another_round() {
+    for (resumed, lane) in [(true, false), (false, true)] {
+        let mut source = after_one_round(config(PostCopy::Now));
+        source.handle(NOW, harvested(10_000));
+        source.handle(NOW, Input::FetchLanesJoined);
+        source.handle(Duration::from_millis(50), answered(&source));
+        assert!(matches!(did(&mut source).last(), Some(Action::HarvestMore)));
+        let now = Duration::from_millis(51);
+        if resumed {
+            source.handle(now, Input::LinkLost(lost()));
+            source.handle(now, Input::Resumed);
+            assert_phase!(source, OpeningFetch, "the log is being harvested");
+        }
+        if lane {
+            source.handle(now, lane_lost(0, 0));
+        }
+        let _ = did(&mut source);
+        source.handle(now, harvested(11_000));
+        assert_phase!(source, Sending);
+        let done = did(&mut source);
+        let withdraws =
+            |action: &Action| matches!(action, Action::Send(ControlMessage::Withdraw {}));
+        assert_eq!(done.iter().any(withdraws), lane, "{done:?}");
+        assert!(matches!(done.last(), Some(Action::SendRound { .. })), "{done:?}");
+    }
+}
+
 #[test]
 fn fetch_lane_is_redialed_however_often_that_fails() {
     let mut source = serving();
