@@ -7,7 +7,8 @@ use vmferry_microvm::state::StateReader;
 use vmferry_transport::{Direction, RecordingHeader};
 use vmferry_wire::{
     CONTROL_HEADER_BYTES, ControlHeader, ControlMessage, Decoded, HELLO_BYTES, HELLO_REPLY_BYTES,
-    Hello, HelloReply, LaneOffer, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, ProbeHeader, Role,
+    Hello, HelloReply, LaneOffer, LaneToken, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN,
+    ProbeHeader, Role,
 };
 
 use crate::bytes::{Bytes, Stop};
@@ -155,7 +156,7 @@ impl Inspector {
                 }
             }
             ControlMessage::Accept { token, .. }
-            | ControlMessage::Answer { token: Some(token), .. } => {
+            | ControlMessage::Answer { token: Some(LaneToken { token, .. }), .. } => {
                 self.sessions.join(header, *token)
             }
             ControlMessage::Placed { lane, sequence, .. } => {

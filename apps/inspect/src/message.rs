@@ -4,8 +4,8 @@ use serde_json::{Value, json};
 use vmferry_microvm::state::StateReader;
 use vmferry_transport::{Direction, RECORDING_HEADER_BYTES, RecordingHeader, RecordingSide};
 use vmferry_wire::{
-    Compared, ControlMessage, FetchLanes, Hello, HelloReply, HelloStatus, LaneOffer, ProbeMessage,
-    Reason, Role, SessionKind,
+    Compared, ControlMessage, FetchLanes, Hello, HelloReply, HelloStatus, LaneOffer, LaneToken,
+    LateStreamsId, ProbeMessage, Reason, Role, SessionKind,
 };
 
 use crate::record::Record;
@@ -169,10 +169,13 @@ pub fn control(message: &ControlMessage) -> Value {
         ControlMessage::Commit { session } => json!({ "session": session }),
         ControlMessage::Query { session, offer } => {
             let mut query = json!({ "session": session });
-            if let Some(LaneOffer { first, lanes }) = offer {
+            if let Some(LaneOffer { first, lanes, streams }) = offer {
                 query["offer"] = json!({
                     "first": first, "faults": lanes.faults, "background": lanes.background,
                 });
+                if let Some(LateStreamsId(number)) = streams {
+                    query["offer"]["streams"] = json!(number);
+                }
             }
             query
         }
@@ -181,8 +184,11 @@ pub fn control(message: &ControlMessage) -> Value {
         }
         ControlMessage::Answer { session, word, token } => {
             let mut answer = json!({ "session": session, "word": word });
-            if token.is_some() {
+            if let Some(LaneToken { streams, .. }) = token {
                 answer["token"] = json!("(secret)");
+                if let Some(LateStreamsId(number)) = streams {
+                    answer["streams"] = json!(number);
+                }
             }
             answer
         }

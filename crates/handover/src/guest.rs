@@ -36,6 +36,19 @@ pub trait Resume: Send + 'static {
     }
 }
 
+/// A VMM whose own post-copy can be connected again, after its streams to the destination have
+/// ended. The guest stays paused here.
+pub trait Reconnect {
+    /// The new streams.
+    type Streams;
+
+    /// Ends the VMM's streams, as far as they have not ended, and connects it to new ones.
+    ///
+    /// # Errors
+    /// The VMM's error. It can be tried again.
+    fn reconnect(&mut self) -> Result<Self::Streams, VmError>;
+}
+
 /// Number of attempts to resume a guest before the engine reports an error.
 const RESUME_ATTEMPTS: u32 = 3;
 
@@ -269,6 +282,16 @@ impl<V: Resume> Committed<V> {
     /// Releases the guest. Its VMM remains to be torn down.
     pub fn release(self) -> V {
         self.0
+    }
+}
+
+impl<V: Reconnect> Committed<V> {
+    /// Connects the VMM's own post-copy again.
+    ///
+    /// # Errors
+    /// See [`Reconnect::reconnect`].
+    pub fn reconnect(&mut self) -> Result<V::Streams, VmError> {
+        self.0.reconnect()
     }
 }
 

@@ -78,7 +78,8 @@ pub use finish::{
     SourceStep,
 };
 pub use guest::{
-    CommitWritten, Committed, Paused, Resume, Running, SourceGuest, VmError, write_commit,
+    CommitWritten, Committed, Paused, Reconnect, Resume, Running, SourceGuest, VmError,
+    write_commit,
 };
 pub use identity::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionKind, SessionWord};
 pub use source::{

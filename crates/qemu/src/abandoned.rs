@@ -5,11 +5,14 @@ use std::time::Duration;
 
 use serde_json::json;
 use vmferry::vmm::left::AbandonedVm;
+use vmferry::vmm::streamed::LateStreams;
 use vmferry::{Resume, VmError};
+use vmferry_handover::Reconnect;
 use vmferry_handover::journal::{self, LaterSession, SessionSummary};
 use vmferry_memory::GuestMemory;
 use vmferry_wire::{GuestIdentity, SessionId};
 
+use crate::carried::{FurtherChannel, connect_source};
 use crate::direct_view::DirectView;
 use crate::disks::Disks;
 use crate::error::QemuError;
@@ -102,8 +105,8 @@ impl AbandonedQemu {
         Ok(status["running"] == true)
     }
 
-    /// Whether it uses its own post-copy, which has to be connected to the destination's QEMU
-    /// again, since the process that carried it has died.
+    /// Whether it uses its own post-copy, which is interrupted since the process that carried it
+    /// has died.
     ///
     /// # Errors
     /// QMP errors.
@@ -230,6 +233,16 @@ impl AbandonedVm for AbandonedQemu {
             return Ok(None);
         }
         Ok(Some(Ram::find(&mut qmp, &mut DirectView)?.memory))
+    }
+}
+
+impl Reconnect for AbandonedQemu {
+    type Streams = LateStreams;
+
+    fn reconnect(&mut self) -> Result<LateStreams, VmError> {
+        let (mut qmp, _lock) = self.connect()?;
+        let further = FurtherChannel::new(&qmp)?;
+        Ok(connect_source(&mut qmp, &further)?)
     }
 }
 

@@ -10,6 +10,7 @@ mod note;
 
 use std::fs::OpenOptions;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use serde_json::json;
@@ -25,7 +26,7 @@ use crate::error::QemuError;
 use crate::guest;
 use crate::identity::ProcessIdentity;
 use crate::process::{END_TIMEOUT, has_ended_within, pidfd};
-use crate::qmp::Qmp;
+use crate::qmp::{KeptConnection, Qmp};
 use crate::ram::Ranges;
 
 /// A guest whose QEMU is running, and whose receiver has ended.
@@ -35,6 +36,9 @@ pub struct Arrived {
     receiver: String,
     process: ProcessIdentity,
     monitor: PathBuf,
+    connection: Option<KeptConnection>,
+    /// The client's end of this connection, if QEMU has kept it.
+    kept: Option<OwnedFd>,
     stays_paused: bool,
     was_run: bool,
     /// Where its memory is, if it may lack pages.
@@ -71,7 +75,7 @@ impl Arrived {
             } else {
                 let order = journal::order_of(journals, one.session)
                     .map_err(|error| failed(SESSIONS)(io::Error::other(error)))?;
-                found.push((order, one));
+                found.push((order, one.taking_connection()));
             }
         }
         found.sort_by_key(|(order, _)| *order);
@@ -120,7 +124,8 @@ impl Arrived {
             return Ok(None);
         };
         let lines = read_lines(path)?.unwrap_or_default();
-        let Some(Whereabouts { receiver, process: Some(process), monitor }) = whereabouts(&lines)
+        let Some(Whereabouts { receiver, process: Some(process), monitor, connection }) =
+            whereabouts(&lines)
         else {
             return Ok(None);
         };
@@ -129,6 +134,8 @@ impl Arrived {
             receiver,
             process,
             monitor,
+            connection,
+            kept: None,
             stays_paused: lines.contains(&Line::StaysPaused),
             was_run: lines.contains(&Line::Run),
             memory: memory(&lines),
@@ -203,16 +210,13 @@ impl Arrived {
         self.memory.is_empty()
     }
 
-    /// Checks that a QEMU that fetches by itself has every page.
-    ///
-    /// # Errors
-    /// [`QemuError::PostCopyPaused`], and as [`end`](Self::end).
-    pub fn must_have_all_pages(&self) -> Result<(), QemuError> {
-        let migration = self.connect()?.execute("query-migrate", json!({}))?;
-        match migration["status"].as_str().unwrap_or_default() {
-            "completed" => Ok(()),
-            status => Err(QemuError::PostCopyPaused { pid: self.pid(), status: status.into() }),
-        }
+    /// Whether a QEMU that fetches by itself has every page. One that does not answer may be waiting
+    /// for some.
+    #[must_use]
+    pub fn has_fetched_by_itself(&self) -> bool {
+        let query = |mut qmp: Qmp| qmp.execute("query-migrate", json!({})).ok();
+        let migration = self.connect().ok().filter(|_| self.fetches_by_itself()).and_then(query);
+        migration.is_some_and(|migration| migration["status"] == "completed")
     }
 
     /// Completes the arrival of a guest that belongs to this host by the session's journal:
@@ -284,7 +288,29 @@ impl Arrived {
         let _ = std::fs::remove_file(&self.path);
     }
 
+    /// Takes the connection that QEMU has kept, if it has kept one: no other client can connect. A
+    /// process that restricts itself can't do that later.
+    fn taking_connection(mut self) -> Self {
+        let pid = self.process.pid;
+        self.kept = self.connection.as_ref().and_then(|connection| connection.fetch(pid));
+        self
+    }
+
+    /// Every page has arrived, and other clients may connect to QEMU again.
+    pub fn free_monitor(&mut self) {
+        if self.kept.is_some() {
+            // Then it stays until QEMU ends.
+            let _ = self.connect().map(|mut qmp| qmp.end_keeping());
+            self.kept = None;
+        }
+    }
+
     fn connect(&self) -> Result<Qmp, QemuError> {
+        if let (Some(kept), Some(connection)) = (&self.kept, &self.connection) {
+            let action = "duplicate the connection to QEMU";
+            let end = kept.try_clone().map_err(failed(action))?;
+            return Ok(connection.resume(end, &self.monitor, self.process.pid));
+        }
         let qmp = Qmp::connect(&self.monitor)?;
         let wanted = self.process.pid;
         match qmp.pid() {
@@ -306,8 +332,8 @@ mod tests {
     const SESSION: SessionId = SessionId([7; 16]);
 
     fn in_process(process: ProcessIdentity) -> Whereabouts {
-        let process = Some(process);
-        Whereabouts { receiver: "exec".into(), process, monitor: "/nowhere/qmp".into() }
+        let (receiver, monitor) = ("exec".into(), "/nowhere/qmp".into());
+        Whereabouts { receiver, process: Some(process), monitor, connection: None }
     }
 
     #[test]
@@ -381,7 +407,8 @@ mod tests {
             (None, true),
         ] {
             let monitor = "/nowhere/qmp".into();
-            let whereabouts = Whereabouts { receiver: "exec".into(), process, monitor };
+            let receiver = "exec".into();
+            let whereabouts = Whereabouts { receiver, process, monitor, connection: None };
             let note = Note::leave(directory.path(), SESSION, whereabouts).unwrap();
             assert_eq!(may_be_in(Some(own)), is_in);
             note.remove();

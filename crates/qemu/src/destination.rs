@@ -27,6 +27,7 @@ use crate::error::QemuError;
 use crate::fault_access::FaultAccess;
 use crate::guest;
 use crate::identity::ProcessIdentity;
+use crate::inject;
 use crate::inventory::{Disk, Inventory};
 use crate::lock::Lock;
 use crate::memory_file::{Examiner, MemoryFiles};
@@ -65,6 +66,10 @@ pub struct QemuDestination {
     /// Where QEMU listens for the streams of a guest with several. Created while this process may
     /// still do so.
     place: Option<Arc<Place>>,
+    /// A later process like this one can take descriptors from QEMU.
+    may_be_taken: bool,
+    /// QEMU keeps the connection.
+    is_kept: bool,
     /// Checks whether QEMU is stopped.
     looker: Looker,
     /// Loading a state was at least attempted: this QEMU can receive no other guest.
@@ -152,6 +157,7 @@ impl QemuDestination {
         // Without a place, guests whose QEMU sends several streams are refused when they are
         // offered.
         let place = place.or_else(|| Place::new(&qmp).ok().map(Arc::new));
+        let may_be_taken = qmp.pid().is_some_and(|pid| inject::fetch(pid, 0).is_ok());
         let looker = view.looker();
         let fault_access = view.fault_access();
         let block_reader = view.block_reader();
@@ -168,6 +174,8 @@ impl QemuDestination {
             expected,
             arrival,
             place,
+            may_be_taken,
+            is_kept: false,
             looker,
             used: false,
             process,
@@ -244,6 +252,14 @@ impl QemuDestination {
         Ok(())
     }
 
+    /// Lets other clients connect to QEMU after this process.
+    fn free_monitor(&mut self) {
+        if std::mem::take(&mut self.is_kept) {
+            // Then the connection stays until QEMU ends.
+            let _ = self.qmp.end_keeping();
+        }
+    }
+
     fn close_faults(&mut self) {
         if let Some(Ok(faults)) = self.faults.take() {
             faults.close();
@@ -281,13 +297,15 @@ impl DestinationVm for QemuDestination {
         let monitor = self.qmp.path().to_owned();
         // The next receiver may be started in another working directory.
         let monitor = std::path::absolute(&monitor).unwrap_or(monitor);
-        self.note =
-            Some(Note::leave(journals, session, Whereabouts { receiver, process, monitor })?);
+        let connection = self.qmp.connection().filter(|_| self.may_be_taken);
+        let whereabouts = Whereabouts { receiver, process, monitor, connection };
+        self.note = Some(Note::leave(journals, session, whereabouts)?);
         Ok(())
     }
 
     fn fetch_ends(&mut self) {
         self.close_faults();
+        self.free_monitor();
         if self.arrival.is_some() {
             let _ = self.settings.restore(&mut self.qmp);
         }
@@ -323,7 +341,18 @@ impl DestinationVm for QemuDestination {
 
     fn late_streams(&mut self) -> Result<LateStreams, VmError> {
         let arrival = self.arrival.as_mut().ok_or("this QEMU takes no stream")?;
-        Ok(arrival.late_streams()?)
+        let late = arrival.late_streams()?;
+        if self.may_be_taken && self.note.is_some() {
+            // For a receiver that takes over while QEMU waits for a page.
+            self.qmp.keep().map_err(QemuError::from)?;
+            self.is_kept = true;
+        }
+        Ok(late)
+    }
+
+    fn reconnect(&mut self) -> Result<LateStreams, VmError> {
+        let arrival = self.arrival.as_mut().ok_or("this QEMU takes no stream")?;
+        Ok(arrival.reconnect(&mut self.qmp, self.place.as_deref())?)
     }
 
     fn late_end(&mut self) -> Result<LateEnd, VmError> {
@@ -369,6 +398,7 @@ impl DestinationVm for QemuDestination {
             note.remove();
         }
         self.stays_paused = false;
+        self.free_monitor();
         self.close_faults();
         // A QEMU that has loaded a state can't load another. One that has not can be filled again,
         // if its memory still is its own.

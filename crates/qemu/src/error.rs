@@ -179,19 +179,6 @@ pub enum QemuError {
         /// The process.
         pid: u32,
     },
-    /// A carried guest lacks pages, and its receiver has ended.
-    #[error(
-        "the guest in QEMU's process {pid} lacks pages, and QEMU's own post-copy is \
-         `{status}`, because the vmferry process that carried it has ended. Connect both QEMUs: \
-         `migrate-recover` with an address at this one, `migrate` with that address and \
-         `\"resume\": true` at the source's. Start the receiver again when it is `completed`"
-    )]
-    PostCopyPaused {
-        /// The process.
-        pid: u32,
-        /// The state of QEMU's migration.
-        status: String,
-    },
     /// A guest lacks pages that are at another host.
     #[error(
         "the guest in QEMU's process {pid} lacks pages that have not arrived yet: let its receiver \
@@ -366,7 +353,6 @@ impl QemuError {
             | Self::HugePages
             | Self::NotReported { .. }
             | Self::LacksPages { .. }
-            | Self::PostCopyPaused { .. }
             | Self::NotEnded { .. }
             | Self::Locked { .. }
             | Self::Another { .. }

@@ -225,7 +225,11 @@ fn why_not(errno: i32, number: i64, arguments: [u64; 3]) -> String {
     }
 }
 
-fn fetch(pid: u32, descriptor: i32) -> io::Result<OwnedFd> {
+/// A duplicate of a process's descriptor.
+///
+/// # Errors
+/// This process may not have it, or it is closed.
+pub fn fetch(pid: u32, descriptor: i32) -> io::Result<OwnedFd> {
     let pid = Pid::from_raw(pid as i32).ok_or(io::ErrorKind::InvalidInput)?;
     let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
     Ok(rustix::process::pidfd_getfd(process.as_fd(), descriptor, PidfdGetfdFlags::empty())?)

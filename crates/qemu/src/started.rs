@@ -299,6 +299,10 @@ impl DestinationVm for StartedQemu {
         self.order(QemuDestination::late_streams)
     }
 
+    fn reconnect(&mut self) -> Result<LateStreams, VmError> {
+        self.order(QemuDestination::reconnect)
+    }
+
     fn storage(&mut self) -> Option<&mut dyn DestinationStorage> {
         self.qemu.as_mut()?.storage()
     }

@@ -46,8 +46,8 @@ pub use hello::{
     PROTOCOL_VERSION_MIN, Role, common_version,
 };
 pub use message::{
-    ControlMessage, FetchLanes, LaneOffer, MAX_CONFIG_BYTES, MAX_FREE_RUNS, MAX_LACKING_BYTES,
-    MAX_LANES, MAX_SLOTS, MAX_STORAGE_SAMPLE_BYTES,
+    ControlMessage, FetchLanes, LaneOffer, LaneToken, LateStreamsId, MAX_CONFIG_BYTES,
+    MAX_FREE_RUNS, MAX_LACKING_BYTES, MAX_LANES, MAX_SLOTS, MAX_STORAGE_SAMPLE_BYTES,
 };
 pub use probe::{
     Compared, MAX_FACTS_BYTES, MAX_PROBE_BYTES, MAX_REFUSAL_BYTES, ProbeHeader, ProbeMessage,

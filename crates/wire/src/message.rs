@@ -179,7 +179,7 @@ pub enum ControlMessage {
         word: SessionWord,
         /// What the channels of the lanes in the QUERY's offer must present. Those of earlier lanes
         /// are closed.
-        token: Option<Token>,
+        token: Option<LaneToken>,
     },
     /// S: takes FINAL back; the guest continues at the source. Valid only before READY.
     Withdraw {},
@@ -221,6 +221,32 @@ pub struct LaneOffer {
     pub first: u8,
     /// The lanes.
     pub lanes: FetchLanes,
+    /// The streams that the VMM of a carried guest has at the source. `None` if this release of the
+    /// source, or its guest, has none that could begin again.
+    pub streams: Option<LateStreamsId>,
+}
+
+/// Identifies the streams between the VMMs of a carried guest after the switchover with post-copy.
+/// If they are begun again, because a process that carried them has died, they have another number,
+/// and the tunnels begin at 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LateStreamsId(pub u64);
+
+impl LateStreamsId {
+    /// Those that begin with FINAL.
+    pub const FIRST: Self = Self(0);
+    /// A process that was restarted has connected none.
+    pub const NONE: Self = Self(u64::MAX);
+}
+
+/// The destination's answer to a [`LaneOffer`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LaneToken {
+    /// What the channels of the lanes present.
+    pub token: Token,
+    /// The streams that the VMM of a carried guest has at the destination. If the source has
+    /// others, it begins them again.
+    pub streams: Option<LateStreamsId>,
 }
 
 impl LaneOffer {

@@ -190,7 +190,8 @@ impl SourceHost {
     ) {
         let config = self.config.clone();
         let now = network.now();
-        let machine = Source::recovered(config, &vm.describe(), records, now);
+        let machine =
+            Source::recovered(config, &vm.describe(), SourceSide::recovered(false), records, now);
         self.served_again += u64::from(machine.handover() == SourceState::Serving);
         let mut process = Process::new(Start {
             number: self.number,

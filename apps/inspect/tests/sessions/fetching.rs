@@ -11,8 +11,8 @@ use vmferry_inspect::{Break, End, HEAD_BYTES, Inspector, turn_of};
 use vmferry_memory::{GuestMemory, MemoryKind, PageRun, SlotId, SlotLayout};
 use vmferry_transport::Direction;
 use vmferry_wire::{
-    ControlMessage, FetchLanes, GuestIdentity, Hello, LaneOffer, PROTOCOL_VERSION_MAX as VERSION,
-    PageRequest, Role, SessionKind, SessionWord, Token,
+    ControlMessage, FetchLanes, GuestIdentity, Hello, LaneOffer, LaneToken,
+    PROTOCOL_VERSION_MAX as VERSION, PageRequest, Role, SessionKind, SessionWord, Token,
 };
 
 const LANES: FetchLanes = FetchLanes { faults: 1, background: 1 };
@@ -72,12 +72,13 @@ fn recorded() -> Recorded {
         compares_storage: false,
     };
     accept.encode(VERSION, &mut back);
-    let offer = Some(LaneOffer { first: 1, lanes: LANES });
+    let offer = Some(LaneOffer { first: 1, lanes: LANES, streams: None });
     let mut query =
         [begin(Direction::ToDestination, 3), hello(VERSION, Role::Query, Token([0; 16]))].concat();
     ControlMessage::Query { session: SESSION, offer }.encode(VERSION, &mut query);
     let mut answer = [begin(Direction::ToSource, 3), reply(VERSION)].concat();
-    let (word, token) = (SessionWord::Fetching, Some(NEXT_TOKEN));
+    let (word, token) =
+        (SessionWord::Fetching, Some(LaneToken { token: NEXT_TOKEN, streams: None }));
     ControlMessage::Answer { session: SESSION, word, token }.encode(VERSION, &mut answer);
     let mut files = vec![control, back, query, answer];
     for (connection, lane, token, pages) in

@@ -37,6 +37,13 @@ impl SourceSide {
         Self { log, vmm, streams: false, vmm_post_copy: None, used_bytes, protocol }
     }
 
+    /// The side of a process that was restarted.
+    #[must_use]
+    pub fn recovered(is_carried: bool) -> Self {
+        let vmm_post_copy = is_carried.then_some(Ok(()));
+        Self { streams: is_carried, vmm_post_copy, ..Self::new("none") }
+    }
+
     /// The lanes for pages that arrive while the guest runs at the destination.
     pub(crate) fn fetch_lanes(&self, config: &SourceConfig) -> FetchLanes {
         if self.streams { STREAM_LANES } else { config.fetch_lanes() }

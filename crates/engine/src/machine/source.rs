@@ -109,19 +109,21 @@ impl Source {
 
     /// A source that was restarted after its process died while the guest lived on. It continues
     /// from the state in the journal: it resumes the guest, gives it up, or asks the destination.
-    /// It never sends COMMIT. To a destination that lacks pages it offers fetch lanes.
+    /// It never sends COMMIT. To a destination that lacks pages it offers fetch lanes, as `our_side`
+    /// has them.
     #[must_use]
     pub fn recovered(
         config: SourceConfig,
         guest: &GuestDescription,
+        our_side: SourceSide,
         records: &[Record],
         now: Duration,
     ) -> Self {
-        let Self { phase, mut common } = Self::at_rest(config, guest, SourceSide::new("none"), now);
+        let Self { phase, mut common } = Self::at_rest(config, guest, our_side, now);
         common.kind = kind_of_source(records);
         let (next, effects) = recover_source(records);
         if common.kind == SessionKind::PostCopy && next.is_committed() {
-            common.post_copy.lose_all(now);
+            common.post_copy.lose_all(now, common.our_side.streams);
             common.act(Action::ServePages { round: 1 });
         }
         let phase = phase.follow(&mut common, now, Step { next, effects, by_operator: false });

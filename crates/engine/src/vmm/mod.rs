@@ -357,6 +357,16 @@ pub trait DestinationVm: Send + 'static {
         Err("this VMM takes no streams".into())
     }
 
+    /// Ends the streams of a carried guest's VMM, as far as they have not ended, and connects it to
+    /// new ones: the guest runs, and one of the processes that carried them has died. Called in
+    /// post-copy only.
+    ///
+    /// # Errors
+    /// The VMM's error, as in the default. It can be tried again.
+    fn reconnect(&mut self) -> Result<LateStreams, VmError> {
+        Err("this VMM takes no streams".into())
+    }
+
     /// Whether a carried guest has all its pages. Called when its VMM has closed the stream of its
     /// requests, and again each second while it [awaits](LateEnd::Awaited) some.
     ///

@@ -8,7 +8,7 @@
 
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
-use vmferry_handover::{Resume, VmError};
+use vmferry_handover::{Reconnect, Resume, VmError};
 
 use super::storage::SourceStorage;
 use super::{GuestDescription, StateEstimate};
@@ -57,9 +57,9 @@ pub struct OutgoingStream {
 
 /// Streams of a VMM that begin, or go on, when the guest has been stopped with post-copy.
 pub struct LateStreams {
-    /// At the source: takes the requests for pages that the destination's VMM writes. At the
-    /// destination: those requests are read from here, to the end that the VMM makes when it has
-    /// every page.
+    /// The main stream in its other direction. At the source: takes the requests for pages that the
+    /// destination's VMM writes. At the destination: those requests are read from here, to the end
+    /// that the VMM makes when it has every page.
     pub requests: UnixStream,
     /// Pages that threads of the guest wait for: read at the source, and written at the
     /// destination. `None` if the VMM has sent everything before it stopped the guest.
@@ -116,7 +116,7 @@ pub type StreamEvents = Box<dyn Fn(StreamEvent) + Send + Sync>;
 /// The engine never shuts down the sockets of the streams. When it aborts a migration it stops
 /// reading them and calls [`resume`](Resume::resume). If the VMM blocks on its output, `resume`
 /// must drain it through its own duplicates of the sockets.
-pub trait StreamedVm: Resume {
+pub trait StreamedVm: Resume + Reconnect<Streams = LateStreams> {
     /// Describes the guest. Called once, before anything is sent. The layout is that of the VMM's
     /// memory blocks, which [`PageMark`]s refer to.
     fn describe(&self) -> GuestDescription;

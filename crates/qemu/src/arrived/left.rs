@@ -1,9 +1,12 @@
 //! Taking over a guest that lacks pages, from a receiver that has died.
 //!
 //! QEMU may be waiting for a missing page in its main loop, so nothing here needs its monitor
-//! before the pages arrive. The note says where the guest's memory is.
+//! before the pages arrive. The note says where the guest's memory is. Only a QEMU that fetches by
+//! itself, because its guest was carried, has to answer once.
 
+use std::net::Shutdown;
 use std::ops::Range;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -11,13 +14,15 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use vmferry::destination::FetchHandle;
-use vmferry::vmm::left::{LeftMemory, LeftVm};
+use vmferry::vmm::left::{LeftGuest, LeftMemory, LeftVm};
+use vmferry::vmm::streamed::{LateEnd, LateStreams};
 use vmferry::{DestinationVm, GuestDescription, Landing, PrepareError, VmError};
 use vmferry_faults::{FaultDescriptor, FaultRanges};
 use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotId, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
 use super::{Arrived, Finished};
+use crate::carried::{Arrival, Place, connect_destination};
 use crate::error::QemuError;
 use crate::inject;
 use crate::lock::Lock;
@@ -26,6 +31,9 @@ use crate::ram::Ranges;
 
 /// How long the kernel may take to release the lock of a process that has just died.
 const DEATH_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The pause between attempts to continue a guest.
+const RETRY_PERIOD: Duration = Duration::from_millis(100);
 
 /// The guest and its state after the arrival was completed.
 type Completed = Result<(GuestIdentity, Finished), QemuError>;
@@ -37,7 +45,11 @@ pub type FetchWatcher = Box<dyn FnMut(FetchHandle) + Send>;
 pub struct LeftQemu {
     arrived: Arc<Mutex<Arrived>>,
     journals: PathBuf,
-    memory: Option<LeftMemory>,
+    guest: Option<LeftGuest>,
+    /// For the streams of a QEMU that fetches by itself.
+    place: Option<Place>,
+    /// Those streams, as far as they are connected.
+    streams: Vec<UnixStream>,
     /// Completes the arrival.
     completing: Option<JoinHandle<Completed>>,
     on_fetch: Option<FetchWatcher>,
@@ -46,32 +58,31 @@ pub struct LeftQemu {
 }
 
 impl Arrived {
-    /// Takes over the guest's memory, to fetch its missing pages. Needs the same rights as
+    /// Takes over the guest's memory, to fetch its missing pages, or the streams of a QEMU that
+    /// fetches them itself. Needs the same rights as
     /// attaching to a QEMU, so a process that restricts itself calls this first.
     ///
     /// # Errors
-    /// The note does not say where the memory is, QEMU's userfaultfd was closed, or its process or
-    /// memory is out of reach.
+    /// QEMU's userfaultfd was closed, or its process or memory is out of reach.
     pub fn take_over(self, journals: &Path) -> Result<LeftQemu, QemuError> {
         let pid = self.pid();
         let lock = Lock::take_within(pid, DEATH_TIMEOUT)?;
-        let ranges = &self.memory;
+        let (ranges, stays_paused) = (&self.memory, self.stays_paused);
+        if self.fetches_by_itself() {
+            let place = Some(Place::of_process(pid)?);
+            return Ok(LeftQemu {
+                guest: Some(LeftGuest::Streams { stays_paused }),
+                place,
+                ..LeftQemu::of(self, journals, lock)
+            });
+        }
         if ranges.is_empty() || !process::reports_missing_pages(pid, ranges)? {
             return Err(QemuError::NotReported { pid });
         }
-        let memory = LeftMemory {
-            memory: map(pid, ranges)?,
-            ranges: adopt(pid, ranges)?,
-            stays_paused: self.stays_paused,
-        };
-        Ok(LeftQemu {
-            arrived: Arc::new(Mutex::new(self)),
-            journals: journals.to_owned(),
-            memory: Some(memory),
-            completing: None,
-            on_fetch: None,
-            _lock: lock,
-        })
+        let memory =
+            LeftMemory { memory: map(pid, ranges)?, ranges: adopt(pid, ranges)?, stays_paused };
+        let guest = Some(LeftGuest::Memory(memory));
+        Ok(LeftQemu { guest, ..LeftQemu::of(self, journals, lock) })
     }
 
     /// Ends the registration of a guest that has every page by its journal: its receiver has died
@@ -131,10 +142,29 @@ fn adopt(pid: u32, ranges: &[(SlotId, Range<u64>)]) -> Result<FaultRanges, QemuE
 }
 
 impl LeftQemu {
+    fn of(arrived: Arrived, journals: &Path, lock: Lock) -> Self {
+        Self {
+            arrived: Arc::new(Mutex::new(arrived)),
+            journals: journals.to_owned(),
+            guest: None,
+            place: None,
+            streams: Vec::new(),
+            completing: None,
+            on_fetch: None,
+            _lock: lock,
+        }
+    }
+
     /// Has `watcher` told of the missing pages.
     #[must_use]
     pub fn watched_by(self, watcher: FetchWatcher) -> Self {
         Self { on_fetch: Some(watcher), ..self }
+    }
+
+    /// The directory of the sockets between vmferry and a QEMU that fetches by itself.
+    #[must_use]
+    pub fn place(&self) -> Option<&Path> {
+        self.place.as_ref().map(Place::path)
     }
 
     /// The guest and its state, once the session has ended.
@@ -142,11 +172,13 @@ impl LeftQemu {
     /// # Errors
     /// As [`Arrived::finish`].
     pub fn finish(&mut self) -> Result<(GuestIdentity, Finished), QemuError> {
-        match self.completing.take().map(JoinHandle::join) {
+        let completed = match self.completing.take().map(JoinHandle::join) {
             Some(Ok(completed)) => completed,
             // A panic there has already been reported.
             Some(Err(_)) | None => self.arrived.lock().finish(&self.journals),
-        }
+        };
+        self.arrived.lock().free_monitor();
+        completed
     }
 }
 
@@ -164,16 +196,42 @@ impl DestinationVm for LeftQemu {
     /// Continues the guest if it has never run here, in another thread: QEMU may be waiting for
     /// pages, which the caller has to fetch.
     fn run(&mut self) -> Result<(), VmError> {
+        if self.place.is_some() && self.arrived.lock().was_run {
+            return Ok(());
+        }
         let (arrived, journals) = (Arc::clone(&self.arrived), self.journals.clone());
         let complete = move || loop {
             match arrived.lock().finish(&journals) {
-                Err(error) if error.is_timeout() => {}
+                // The lock is free for a moment, for the thread that brings the pages.
+                Err(error) if error.is_timeout() => std::thread::sleep(RETRY_PERIOD),
                 completed => return completed,
             }
         };
         self.completing =
             Some(std::thread::Builder::new().name("continue".into()).spawn(complete)?);
         Ok(())
+    }
+
+    fn reconnect(&mut self) -> Result<LateStreams, VmError> {
+        let place = self.place.as_ref().ok_or("this QEMU takes no streams")?;
+        for socket in self.streams.drain(..) {
+            // A stream that QEMU has closed can't be shut down any more.
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+        let late = connect_destination(&mut self.arrived.lock().connect()?, place)?;
+        for socket in [Some(&late.requests), late.urgent.as_ref()].into_iter().flatten() {
+            self.streams.push(socket.try_clone()?);
+        }
+        Ok(late)
+    }
+
+    fn late_end(&mut self) -> Result<LateEnd, VmError> {
+        match self.arrived.lock().connect() {
+            Ok(mut qmp) => Ok(Arrival::late_end(&mut qmp)?),
+            // It waits for pages.
+            Err(error) if error.is_timeout() => Ok(LateEnd::Awaited),
+            Err(error) => Err(error.into()),
+        }
     }
 
     fn fetch_begins(&mut self, fetch: FetchHandle) {
@@ -184,7 +242,7 @@ impl DestinationVm for LeftQemu {
 }
 
 impl LeftVm for LeftQemu {
-    fn adopt(&mut self) -> Result<LeftMemory, VmError> {
-        self.memory.take().ok_or_else(|| "its memory was taken over already".into())
+    fn adopt(&mut self) -> Result<LeftGuest, VmError> {
+        self.guest.take().ok_or_else(|| "it was taken over already".into())
     }
 }

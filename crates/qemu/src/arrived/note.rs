@@ -12,6 +12,7 @@ use vmferry_wire::SessionId;
 
 use crate::error::QemuError;
 use crate::identity::ProcessIdentity;
+use crate::qmp::KeptConnection;
 use crate::ram::Ranges;
 
 /// The suffix of a note's name.
@@ -43,6 +44,9 @@ pub(crate) struct Whereabouts {
     pub process: Option<ProcessIdentity>,
     /// Its QMP socket.
     pub monitor: PathBuf,
+    /// The receiver's connection to it, which QEMU keeps while it fetches pages itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub connection: Option<KeptConnection>,
 }
 
 /// The note of a session that is under way.

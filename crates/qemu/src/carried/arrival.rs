@@ -12,10 +12,11 @@ use vmferry::vmm::streamed::{LateEnd, LateStreams};
 use super::channels;
 use super::late;
 use super::place::Place;
+use super::reconnect;
 use super::sleep::Sleep;
 use crate::error::QemuError;
 use crate::process::{END_TIMEOUT, has_ended_within, pidfd};
-use crate::qmp::Qmp;
+use crate::qmp::{Qmp, QmpError};
 use crate::settings::Settings;
 use crate::state;
 use crate::view::Looker;
@@ -113,6 +114,32 @@ impl Arrival {
         Ok(LateStreams { requests, urgent })
     }
 
+    /// Ends QEMU's streams, and connects it to new ones by a socket in `place`.
+    ///
+    /// # Errors
+    /// QMP errors and system call errors.
+    pub fn reconnect(
+        &mut self,
+        qmp: &mut Qmp,
+        place: Option<&Place>,
+    ) -> Result<LateStreams, QemuError> {
+        self.end();
+        let made;
+        let place = match place {
+            Some(place) => place,
+            None => {
+                made = Place::new(qmp)?;
+                &made
+            }
+        };
+        let late = reconnect::at_destination(qmp, place)?;
+        let action = "duplicate a socket";
+        let copies = [Some(&late.requests), late.urgent.as_ref()].into_iter().flatten();
+        let copies: Result<_, _> = copies.map(UnixStream::try_clone).collect();
+        self.sockets = copies.map_err(|source| QemuError::Local { action, source })?;
+        Ok(late)
+    }
+
     /// Whether QEMU uses its post-copy.
     pub fn is_late(&self) -> bool {
         self.is_late
@@ -134,6 +161,8 @@ impl Arrival {
             let migration = match asked {
                 Ok(migration) => migration,
                 Err(_) if Self::has_ended(qmp) => return Ok(LateEnd::GuestEnded),
+                // It waits for pages.
+                Err(QmpError::TimedOut { .. }) => return Ok(LateEnd::Awaited),
                 Err(error) => return Err(error.into()),
             };
             match migration["status"].as_str() {

@@ -9,10 +9,11 @@
 
 use std::io::Write;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
 
 use super::place::Place;
 use crate::error::QemuError;
-use crate::qmp::Version;
+use crate::qmp::{Qmp, Version};
 
 /// The first release whose post-copy was tried.
 const FIRST: Version = Version { major: 10, minor: 0, micro: 0 };
@@ -22,16 +23,46 @@ const FIRST: Version = Version { major: 10, minor: 0, micro: 0 };
 const PONG: [u8; 8] = [0, 2, 0, 4, 0, 0, 0, 1];
 const SHUT: [u8; 8] = [0, 1, 0, 4, 0, 0, 0, 0];
 
-/// Where QEMU connects its further channel.
+/// Where QEMU connects its further channel, and all channels once its post-copy was interrupted.
 pub struct FurtherChannel {
     listener: UnixListener,
-    _place: Place,
+    place: Arc<Place>,
 }
 
 impl FurtherChannel {
+    /// A new socket.
+    ///
+    /// # Errors
+    /// System call errors.
+    pub fn new(qmp: &Qmp) -> Result<Self, QemuError> {
+        let place = Place::new(qmp)?;
+        Ok(Self::at(place.listen()?, place))
+    }
+
     /// Keeps the socket that QEMU has connected the main stream to.
     pub fn at(listener: UnixListener, place: Place) -> Self {
-        Self { listener, _place: place }
+        Self { listener, place: Arc::new(place) }
+    }
+
+    /// What QEMU is told to connect to.
+    pub fn uri(&self) -> String {
+        self.place.our_uri()
+    }
+
+    /// The directory of the socket.
+    pub fn place(&self) -> Arc<Place> {
+        Arc::clone(&self.place)
+    }
+
+    /// Listens with a new socket, to which nothing has connected yet. It does not block.
+    ///
+    /// # Errors
+    /// System call errors.
+    pub fn listen_again(&self) -> Result<UnixListener, QemuError> {
+        let failed = |source| QemuError::Local { action: "listen for QEMU", source };
+        let listener = self.place.listen()?;
+        listener.set_nonblocking(true).map_err(failed)?;
+        Ok(listener)
     }
 
     /// The channel, if QEMU has connected it, which it does before it stops the guest.

@@ -21,6 +21,7 @@ mod estimate;
 mod late;
 mod monitor;
 mod place;
+mod reconnect;
 mod retake;
 mod sleep;
 mod source;
@@ -30,7 +31,9 @@ pub use arrival::{Arrival, Offer};
 #[cfg(test)]
 pub use description::StreamedBlock;
 pub use description::{Description, POST_COPY};
+pub use late::FurtherChannel;
 pub use place::Place;
+pub use reconnect::{at_destination as connect_destination, at_source as connect_source};
 pub use retake::complete as complete_paused;
 pub use source::CarriedSource;
 

@@ -51,6 +51,18 @@ impl Place {
         Self::for_user((theirs != rustix::process::geteuid()).then_some(theirs))
     }
 
+    /// The same for a QEMU whose process is visible.
+    ///
+    /// # Errors
+    /// System call errors.
+    pub fn of_process(pid: u32) -> Result<Self, QemuError> {
+        let failed = |source| QemuError::Process { action: "find the user", pid, source };
+        let theirs = user_of(pid).map_err(failed)?;
+        Self::for_user(
+            Some(Uid::from_raw(theirs)).filter(|user| *user != rustix::process::geteuid()),
+        )
+    }
+
     fn for_user(user: Option<Uid>) -> Result<Self, QemuError> {
         let failed = |source| QemuError::Local { action: "make a directory", source };
         let parent = std::env::temp_dir();
@@ -155,12 +167,15 @@ fn not_given(errno: rustix::io::Errno) -> QemuError {
 /// The user that QEMU runs as: from `/proc/PID/status`, which is world-readable, or from the QMP
 /// socket if the process is not visible.
 fn effective_user(qmp: &Qmp) -> Result<u32, QmpError> {
-    let status = qmp.pid().map(|pid| std::fs::read_to_string(format!("/proc/{pid}/status")));
-    let line =
-        status.iter().flatten().flat_map(|text| text.lines()).find_map(|l| l.strip_prefix("Uid:"));
+    qmp.pid().and_then(|pid| user_of(pid).ok()).map_or_else(|| qmp.user(), Ok)
+}
+
+fn user_of(pid: u32) -> io::Result<u32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("Uid:"));
     // Real, effective, saved and file system UID.
     let effective = line.and_then(|ids| ids.split_whitespace().nth(1)?.parse().ok());
-    effective.map_or_else(|| qmp.user(), Ok)
+    effective.ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! A running QEMU whose own migration the engine carries.
 
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -10,12 +11,14 @@ use serde_json::json;
 use vmferry::vmm::storage::SourceStorage;
 use vmferry::vmm::streamed::{LateStreams, OutgoingStream, Recogniser, StreamEvents, StreamedVm};
 use vmferry::{GuestDescription, Resume, VmError};
+use vmferry_handover::Reconnect;
 use vmferry_wire::GuestIdentity;
 
 use super::channels;
 use super::description::{Description, MAX_CHANNELS, describe};
 use super::late::{self, FurtherChannel};
 use super::monitor::Monitor;
+use super::reconnect;
 use super::watch::{Begun, Watch};
 use crate::additions::Additions;
 use crate::direct_view::DirectView;
@@ -306,6 +309,26 @@ impl Resume for CarriedSource {
     fn resume(&mut self) -> Result<(), VmError> {
         let resumed = self.run_on();
         Ok(self.monitor.orders().unless_powered_off(resumed)?)
+    }
+}
+
+impl Reconnect for CarriedSource {
+    type Streams = LateStreams;
+
+    fn reconnect(&mut self) -> Result<LateStreams, VmError> {
+        let under_way = self.under_way.as_mut().ok_or("QEMU does not migrate")?;
+        let further = under_way.further.as_ref().ok_or("QEMU has no further channel")?;
+        for socket in under_way.sockets.drain(..) {
+            // A stream that QEMU has closed can't be shut down any more.
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+        let late = reconnect::at_source(&mut self.monitor.orders(), further)?;
+        let action = "duplicate a socket";
+        for socket in [Some(&late.requests), late.urgent.as_ref()].into_iter().flatten() {
+            let copy = socket.try_clone();
+            under_way.sockets.push(copy.map_err(|source| QemuError::Local { action, source })?);
+        }
+        Ok(late)
     }
 }
 

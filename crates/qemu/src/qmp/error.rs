@@ -6,6 +6,7 @@ use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use vmferry::PoweredOff;
 
 /// The most that is shown of a text that comes from QEMU or quotes it. No message of a sound QEMU
@@ -166,7 +167,7 @@ fn hint(stopped: bool, pid: Option<u32>) -> String {
 }
 
 /// QEMU's version.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Version {
     /// Major.
     pub major: u64,

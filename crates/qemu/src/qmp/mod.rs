@@ -5,6 +5,7 @@
 
 mod error;
 mod events;
+mod kept;
 mod lines;
 mod open;
 mod process;
@@ -26,6 +27,7 @@ use vmferry::PoweredOff;
 pub(crate) use error::shown;
 pub use error::{Client, QmpError, Version};
 use events::Events;
+pub use kept::KeptConnection;
 use lines::Lines;
 pub(crate) use process::threads_here;
 pub(crate) use sockets::{credentials, processes};
@@ -66,6 +68,10 @@ pub struct Qmp {
     number: u64,
     /// The last command was not answered in time, and nothing was heard since.
     silent: bool,
+    /// It executes some commands out of band.
+    has_out_of_band: bool,
+    /// An earlier process may have read the first part of the first line.
+    may_begin_within: bool,
 }
 
 impl Qmp {
@@ -110,6 +116,23 @@ impl Qmp {
     /// QEMU's refusal, or connection errors.
     pub fn execute(&mut self, command: &str, arguments: Value) -> Result<Value, QmpError> {
         self.send(command, arguments, None, |_| false)
+    }
+
+    /// Executes a command that QEMU carries out even while its main loop does nothing, if QEMU has
+    /// such commands at this socket.
+    ///
+    /// # Errors
+    /// As [`execute`](Self::execute).
+    pub fn execute_out_of_band(
+        &mut self,
+        command: &str,
+        arguments: Value,
+    ) -> Result<Value, QmpError> {
+        if !self.has_out_of_band {
+            return self.execute(command, arguments);
+        }
+        self.write_line("exec-oob", command, arguments, None)?;
+        self.answer(command, |_| false)
     }
 
     /// Executes a command whose answer may come late. Returns as soon as there is an answer, or an
@@ -224,9 +247,19 @@ impl Qmp {
             };
             self.keep_event(message, bytes);
         }
+        self.write_line("execute", command, arguments, descriptor)
+    }
+
+    fn write_line(
+        &mut self,
+        way: &str,
+        command: &str,
+        arguments: Value,
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<(), QmpError> {
         self.number += 1;
         let mut line =
-            json!({ "execute": command, "arguments": arguments, "id": self.number }).to_string();
+            json!({ way: command, "arguments": arguments, "id": self.number }).to_string();
         line.push('\n');
         let written = socket::write(&self.stream, line.as_bytes(), descriptor);
         written.map_err(|source| self.broken("send a command", source))
@@ -386,6 +419,7 @@ impl Qmp {
         match self.lines.next() {
             Ok(Some(line)) => match serde_json::from_slice(line) {
                 Ok(message) => Ok(Some((message, line.len()))),
+                Err(_) if std::mem::take(&mut self.may_begin_within) => self.next_message(),
                 Err(_) => {
                     let text = String::from_utf8_lossy(line).into_owned();
                     Err(self.unexpected(&text))

@@ -77,6 +77,8 @@ impl Qmp {
             patience,
             number: 0,
             silent: false,
+            has_out_of_band: false,
+            may_begin_within: false,
         };
         qmp.pid = qmp.listener();
         let begun = Instant::now();
@@ -102,7 +104,11 @@ impl Qmp {
             return Err(qmp.unexpected(&greeting.to_string()));
         };
         qmp.version = Version { major, minor, micro };
-        qmp.execute("qmp_capabilities", json!({}))?;
+        let capabilities = greeting["QMP"]["capabilities"].as_array();
+        qmp.has_out_of_band =
+            capabilities.is_some_and(|all| all.iter().any(|capability| capability == "oob"));
+        let enabled: &[&str] = if qmp.has_out_of_band { &["oob"] } else { &[] };
+        qmp.execute("qmp_capabilities", json!({ "enable": enabled }))?;
         qmp.pid = qmp.find_pid()?;
         Ok(qmp)
     }

@@ -6,7 +6,7 @@ use vmferry_handover::{SessionKind, SessionWord};
 use crate::algorithm::AlgorithmSet;
 use crate::control::Buffer;
 use crate::fields::{Need, put_mandatory, put_optional};
-use crate::message::{ControlMessage, FetchLanes, LaneOffer};
+use crate::message::{ControlMessage, FetchLanes, LaneOffer, LaneToken, LateStreamsId};
 use crate::reason::checked_line;
 use crate::release::checked_name;
 use crate::session::Token;
@@ -45,6 +45,8 @@ const POST_COPY: u16 = 2;
 const STORAGE_SAMPLE: u16 = 3;
 /// QUERY: the number of the first offered fetch lane, and as in [`FETCH_LANES`], a byte each.
 const OFFER: u16 = 1;
+/// QUERY and ANSWER: [`LateStreamsId`], a u64.
+const LATE_STREAMS: u16 = 3;
 /// ANSWER: the token of the offered fetch lanes.
 const TOKEN: u16 = 1;
 /// ANSWER with the word OWNS, without content: the guest has crashed while it lacked pages.
@@ -104,12 +106,14 @@ impl ControlMessage {
                     put_optional(into, STORAGE_SAMPLE, storage_sample);
                 }
             }
-            Self::Query { offer: Some(LaneOffer { first, lanes }), .. } => {
+            Self::Query { offer: Some(LaneOffer { first, lanes, streams }), .. } => {
                 put_optional(into, OFFER, &[*first, lanes.faults, lanes.background]);
+                put_streams(into, *streams);
             }
             Self::Answer { word, token, .. } => {
-                if let Some(Token(token)) = token {
-                    put_optional(into, TOKEN, token);
+                if let Some(LaneToken { token, streams }) = token {
+                    put_optional(into, TOKEN, &token.0);
+                    put_streams(into, *streams);
                 }
                 if *word == SessionWord::Ended {
                     put_optional(into, ENDED, &[]);
@@ -192,11 +196,24 @@ impl ControlMessage {
             (Self::Query { offer, .. }, OFFER) => {
                 let [first, faults, background] =
                     content.try_into().map_err(|_| "it has 3 bytes".to_owned())?;
-                *offer = Some(LaneOffer { first, lanes: FetchLanes { faults, background } });
+                let lanes = FetchLanes { faults, background };
+                *offer = Some(LaneOffer { first, lanes, streams: None });
+            }
+            (Self::Query { offer: Some(offer), .. }, LATE_STREAMS) => {
+                offer.streams = Some(streams(content)?);
+            }
+            (Self::Query { offer: None, .. }, LATE_STREAMS) => {
+                return Err("it needs field 1".into());
             }
             (Self::Answer { token, .. }, TOKEN) => {
                 let bytes = content.try_into().map_err(|_| "it has 16 bytes".to_owned())?;
-                *token = Some(Token(bytes));
+                *token = Some(LaneToken { token: Token(bytes), streams: None });
+            }
+            (Self::Answer { token: Some(token), .. }, LATE_STREAMS) => {
+                token.streams = Some(streams(content)?);
+            }
+            (Self::Answer { token: None, .. }, LATE_STREAMS) => {
+                return Err("it needs field 1".into());
             }
             (Self::Answer { word: word @ SessionWord::Owns, .. }, ENDED) if content.is_empty() => {
                 *word = SessionWord::Ended;
@@ -209,6 +226,17 @@ impl ControlMessage {
         }
         Ok(Some(need))
     }
+}
+
+fn put_streams(into: &mut impl Buffer, streams: Option<LateStreamsId>) {
+    if let Some(LateStreamsId(number)) = streams {
+        put_optional(into, LATE_STREAMS, &number.to_le_bytes());
+    }
+}
+
+fn streams(content: &[u8]) -> Result<LateStreamsId, String> {
+    let bytes = content.try_into().map_err(|_| "it has 8 bytes".to_owned())?;
+    Ok(LateStreamsId(u64::from_le_bytes(bytes)))
 }
 
 fn put_release(into: &mut impl Buffer, release: Option<&Release>) {

@@ -10,7 +10,7 @@ use crate::{
     AlgorithmSet, GuestIdentity, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Reason, ReasonCode,
     Release, SessionId, SessionKind, SessionWord, Token,
 };
-use crate::{FetchLanes, LaneOffer};
+use crate::{FetchLanes, LaneOffer, LaneToken, LateStreamsId};
 
 /// Every version that this release speaks.
 const VERSIONS: std::ops::RangeInclusive<u16> = PROTOCOL_VERSION_MIN..=PROTOCOL_VERSION_MAX;
@@ -172,19 +172,27 @@ fn goldens() -> Vec<Golden> {
         Golden {
             message: ControlMessage::Query {
                 session,
-                offer: Some(LaneOffer { first: 4, lanes: FetchLanes { faults: 2, background: 3 } }),
+                offer: Some(LaneOffer {
+                    first: 4,
+                    lanes: FetchLanes { faults: 2, background: 3 },
+                    streams: Some(LateStreamsId(0x0807)),
+                }),
             },
             tuple: "01010101010101010101010101010101",
-            fields: "010003000000040203",
+            fields: "0100030000000402030300080000000708000000000000",
         },
         Golden {
             message: ControlMessage::Answer {
                 session,
                 word: SessionWord::Fetching,
-                token: Some(Token([6; 16])),
+                token: Some(LaneToken { token: Token([6; 16]), streams: Some(LateStreamsId(7)) }),
             },
             tuple: "0101010101010101010101010101010104",
-            fields: "01001000000006060606060606060606060606060606",
+            fields: concat!(
+                "010010000000",
+                "06060606060606060606060606060606",
+                "0300080000000700000000000000"
+            ),
         },
         plain(ControlMessage::Withdraw {}, ""),
         plain(

@@ -10,7 +10,7 @@ use vmferry_faults::FaultError;
 use vmferry_handover::journal::{Record, recover_destination};
 use vmferry_handover::{DestinationState, SessionKind};
 use vmferry_memory::{SlotId, WholeHash};
-use vmferry_wire::{ControlMessage, SessionWord, Token};
+use vmferry_wire::{ControlMessage, LaneToken, LateStreamsId, SessionWord, Token};
 
 use super::pages::MissingPages;
 use super::{SESSION, TOKEN, Wire, carried, failure, link_lost, open};
@@ -389,7 +389,10 @@ impl DestinationHost {
             Action::UseOffer { .. } => {
                 wire.fetch.close();
                 self.token.0[0] = self.token.0[0].wrapping_add(1);
-                let (word, token) = (SessionWord::Fetching, Some(self.token));
+                // As if its VMM had begun its streams again.
+                let streams = Some(LateStreamsId(u64::from(self.token.0[0] / 2)));
+                let token = Some(LaneToken { token: self.token, streams });
+                let word = SessionWord::Fetching;
                 self.say(&ControlMessage::Answer { session: SESSION, word, token }, wire);
             }
             Action::WriteFetched => {

@@ -205,7 +205,13 @@ impl SourceHost {
         self.must_serve = self.journal.contains(&Record::Serving);
         self.pages.are_served = false;
         wire.fetch.close();
-        self.machine = Source::recovered(config, &description(), &self.journal, now);
+        self.machine = Source::recovered(
+            config,
+            &description(),
+            SourceSide::recovered(false),
+            &self.journal,
+            now,
+        );
         self.act(wire);
     }
 
@@ -252,6 +258,10 @@ impl SourceHost {
                 if let Some(message) = self.pages.lacking() {
                     self.send(&message, wire);
                 }
+            }
+            Action::ReconnectVmm => {
+                assert!(self.committed && !self.runs, "streams of a guest that may run here");
+                self.tasks.push(Task::Reconnect);
             }
             Action::ServePages { .. } => {
                 // Nobody requests pages of a guest that ran on: it never runs at the destination.

@@ -6,8 +6,9 @@ use uuid::Uuid;
 use vmferry_memory::{SlotId, SlotLayout};
 use vmferry_wire::{
     AlgorithmSet, CONTROL_HEADER_BYTES, Compared, ControlMessage, FetchLanes, GuestIdentity, Hello,
-    HelloReply, HelloStatus, LaneOffer, PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, ProbeMessage,
-    Reason, ReasonCode, Release, Role, SessionId, SessionWord, Token,
+    HelloReply, HelloStatus, LaneOffer, LaneToken, LateStreamsId, PROTOCOL_VERSION_MAX,
+    PROTOCOL_VERSION_MIN, ProbeMessage, Reason, ReasonCode, Release, Role, SessionId, SessionWord,
+    Token,
 };
 
 seed_tests!(control, places: 200, differs: |_| false);
@@ -143,12 +144,16 @@ fn messages() -> Vec<ControlMessage> {
         ControlMessage::Pong { nonce: 1 },
         ControlMessage::Query {
             session,
-            offer: Some(LaneOffer { first: 4, lanes: FetchLanes { faults: 2, background: 4 } }),
+            offer: Some(LaneOffer {
+                first: 4,
+                lanes: FetchLanes { faults: 2, background: 4 },
+                streams: Some(LateStreamsId(1 << 40)),
+            }),
         },
         ControlMessage::Answer {
             session,
             word: SessionWord::Fetching,
-            token: Some(Token([7; 16])),
+            token: Some(LaneToken { token: Token([7; 16]), streams: Some(LateStreamsId(9)) }),
         },
         ControlMessage::Withdraw {},
         ControlMessage::Free { slot: SlotId(1), runs: vec![(2, 300), (512, 1)] },

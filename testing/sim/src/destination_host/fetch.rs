@@ -11,7 +11,7 @@ use vmferry::{MigrateError, chain};
 use vmferry_codec::{CodecError, Decoder, Decompressors, Frame};
 use vmferry_memory::{PageRun, PageSet, SlotId};
 use vmferry_wire::{
-    ControlMessage, FetchLanes as Announced, Hello, HelloStatus, LaneOffer, PageRequest,
+    ControlMessage, FetchLanes as Announced, Hello, HelloStatus, LaneOffer, LaneToken, PageRequest,
     SessionWord, Token,
 };
 
@@ -290,7 +290,8 @@ impl Session {
         self.fetch.as_mut()?.renew(offer, self.vm.guest(), network);
         self.token = token;
         let word = SessionWord::Fetching;
-        let message = ControlMessage::Answer { session, word, token: Some(token) };
+        let token = Some(LaneToken { token, streams: None });
+        let message = ControlMessage::Answer { session, word, token };
         self.send(link, &message, network)
     }
 

@@ -187,6 +187,7 @@ impl Process {
             }
             // No guest of the simulation is carried or has disks.
             Action::BeginCarriedPostCopy
+            | Action::ReconnectVmm
             | Action::PrepareStorageSample
             | Action::CutStreams { .. }
             | Action::Throttle { .. }

@@ -62,8 +62,8 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found
     let (mut lacking, mut all): (Vec<_>, Vec<_>) =
         found.into_iter().partition(|one| lacks_pages(&journals, one.session()));
     if let Some(one) = lacking.pop() {
-        let left = if one.fetches_by_itself() {
-            one.must_have_all_pages()?;
+        // A person may have connected both QEMUs.
+        let left = if one.has_fetched_by_itself() {
             record_fetched(&journals, one.session())
                 .map_err(|error| Failure::of(Code::Internal, error))?;
             Left::Guest(one)
@@ -91,6 +91,8 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found
     if let Some(qmp) = qmp
         && !all.is_empty()
     {
+        // A receiver that was killed may have had its QEMU keep the connection.
+        all.iter_mut().for_each(Arrived::free_monitor);
         let pid = Qmp::connect(qmp).map_err(vmferry_qemu::QemuError::from)?.pid();
         all.retain(|one| Some(one.pid()) == pid);
     }
@@ -268,7 +270,7 @@ pub fn fetch_for(
     });
     // Before the restrictions, which forbid to look into other processes.
     let left = arrived.take_over(&places.journals())?;
-    let mut files = Files::default();
+    let mut files = super::receive::files(left.place());
     // Shows whether QEMU's process is stopped.
     files.read.push(format!("/proc/{pid}/stat").into());
     let waiting = Waiting::begin(&listener, options, files, is_of_another_user(pid), output)?;
@@ -388,7 +390,10 @@ fn finish(
     let mut reported = false;
     loop {
         let error = match arrived.finish(&journals) {
-            Ok(finished) => return Ok(Some(finished)),
+            Ok(finished) => {
+                arrived.free_monitor();
+                return Ok(Some(finished));
+            }
             Err(error) => error,
         };
         match waiting.is_over.recv_timeout(RETRY_PERIOD) {

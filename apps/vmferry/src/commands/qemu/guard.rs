@@ -266,8 +266,8 @@ pub fn unread(error: &VmError) -> Failure {
     Failure::new(Code::Internal, text)
 }
 
-/// Tells the operator what to do if the guest has moved in this session and QEMU has been sending
-/// pages itself, until the process that carried them died.
+/// Tells the operator if the guest has moved in this session and QEMU has been sending pages
+/// itself, until the process that carried them died.
 pub fn note_interrupted_post_copy(
     qemu: &AbandonedQemu,
     (journals, session): (&Path, SessionId),
@@ -278,9 +278,8 @@ pub fn note_interrupted_post_copy(
     if records.iter().any(Record::is_commit) && qemu.is_in_post_copy().unwrap_or(false) {
         output.event(&json!({ "event": "post-copy-interrupted", "session": session }), || {
             "the guest runs at the destination and needs pages of this QEMU, whose own post-copy \
-             was interrupted, because the vmferry process that carried it has died. Connect both \
-             QEMUs: `migrate-recover` with an address at the destination's, `migrate` with that \
-             address and `\"resume\": true` at this one"
+             was interrupted, because the vmferry process that carried it has died: both QEMUs are \
+             connected again as soon as the destination answers"
                 .into()
         });
     }

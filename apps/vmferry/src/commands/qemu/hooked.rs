@@ -291,6 +291,10 @@ impl<V: DestinationVm + ReceivingQemu> DestinationVm for Hooked<V> {
         self.vm.storage()
     }
 
+    fn reconnect(&mut self) -> Result<LateStreams, VmError> {
+        self.vm.reconnect()
+    }
+
     fn late_end(&mut self) -> Result<LateEnd, VmError> {
         self.vm.late_end()
     }

@@ -52,7 +52,6 @@ impl From<QemuError> for Failure {
             | QemuError::PoweredOff(_)
             | QemuError::Stopped { .. }
             | QemuError::LacksPages { .. }
-            | QemuError::PostCopyPaused { .. }
             | QemuError::NotEnded { .. }
             | QemuError::SentAgain { .. }
             | QemuError::MayBeGiven { .. } => Code::WrongState,

@@ -144,7 +144,7 @@ fn free_socket(directory: &Path) -> PathBuf {
 /// Files that receiving into a QEMU needs in addition: the directory of the socket between vmferry
 /// and QEMU, which is removed at the end. QEMU's memory files are open by now, or a starter opens
 /// them.
-fn files(place: Option<&Path>) -> Files {
+pub fn files(place: Option<&Path>) -> Files {
     let within = place.map(Path::to_owned);
     Files {
         read: within.iter().cloned().collect(),

@@ -1,10 +1,9 @@
 //! Carried guests, whose QEMUs use their own post-copy.
 
 use std::collections::BTreeSet;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::json;
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Backend, Machine, Qemu, Version};
 
@@ -166,63 +165,70 @@ fn carried_guest_runs_on_at_the_source_after_any_fault_before_commit() {
     });
 }
 
-/// The state of QEMU's own migration.
-fn migration(qmp: &mut Qmp) -> String {
-    qmp.execute("query-migrate", json!({})).unwrap()["status"].as_str().unwrap().to_owned()
+/// Which processes of vmferry die while a carried guest fetches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Death {
+    /// The sender: its guardian takes over.
+    Sender,
+    Receiver,
+    /// Both, and the guardian.
+    All,
 }
 
-/// Waits until QEMU has noticed that nobody carries its post-copy any more.
-fn paused_by_itself(qemu: &Qemu) -> Qmp {
-    let mut qmp = Qmp::connect(&qemu.qmp).unwrap();
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while migration(&mut qmp) != "postcopy-paused" {
-        let all = qmp.execute("query-migrate", json!({})).unwrap();
-        assert!(Instant::now() < deadline, "{}: {all}", qemu.qmp.display());
-        // There is an event, and it may have been sent before.
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    qmp
-}
-
-/// Without vmferry a guest waits for its pages, and is lost at neither host. Its administrator
-/// connects both QEMUs, and vmferry completes the session.
+/// Both QEMUs live, and the next processes of vmferry connect them again.
 #[test]
-fn both_processes_that_carry_a_guest_die_and_its_operator_connects_the_qemus() {
-    let mut moving = Move::until_it_fetches(private(on_kvm(Version::V10_0)), &[]);
-    moving.send.event("serving");
-    let guardian = Pid::from_raw(guardian(&moving.send) as i32).unwrap();
-    moving.receiving.kill();
-    kill_process(guardian, Signal::KILL).unwrap();
-    moving.send.kill();
-    let there = text(&moving.there.qmp).to_owned();
-    let (mut at_source, mut at_destination) =
-        (paused_by_itself(&moving.scene.here), paused_by_itself(&moving.there));
-    let link = ["receive", "--qemu", &there, "--listen", &moving.address];
-    drop(at_destination);
-    let tls = moving.scene.world.tls();
-    let receive = [&link[..], &["--tls", &tls]].concat();
-    moving.scene.b.run(&receive).failed(9, "QEMU's own post-copy is `postcopy-paused`");
-
-    at_destination = Qmp::connect(&moving.there.qmp).unwrap();
-    let uri = format!("unix:{}", moving.scene.lab.path("by-hand").display());
-    at_destination.execute("migrate-recover", json!({ "uri": uri })).unwrap();
-    drop(at_destination);
-    at_source.execute("migrate", json!({ "uri": uri, "resume": true })).unwrap();
-    drop(at_source);
-    let mut at_destination = Qmp::connect(&moving.there.qmp).unwrap();
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while migration(&mut at_destination) != "completed" {
-        assert!(Instant::now() < deadline, "{}", migration(&mut at_destination));
-        std::thread::sleep(Duration::from_millis(20));
+fn carried_guest_outlives_the_processes_that_carry_it() {
+    let kvm = || private(on_kvm(Version::V10_0));
+    let mut cases = vec![
+        (kvm(), vec![Death::Sender]),
+        (kvm(), vec![Death::Receiver]),
+        (private(emulated(Version::V10_0)), vec![Death::All]),
+        (kvm(), vec![Death::Receiver, Death::All, Death::Receiver]),
+    ];
+    if all() {
+        cases.push((private(emulated(Version::V10_0)), vec![Death::Sender]));
+        cases.push((private(emulated(Version::V10_0)), vec![Death::Receiver, Death::Receiver]));
+        cases.push((kvm(), vec![Death::All, Death::All]));
     }
-    drop(at_destination);
-    let mut receiving = moving.scene.b.start(&receive);
-    receiving.event("found");
-    let mut sending = super::send(&moving.scene, &moving.address);
-    sending.event("finishing-session");
-    sending.finish().exited(0);
-    moving.receiving = receiving;
-    moving.arrives();
+    in_parallel(cases, |(machine, deaths)| {
+        let mut moving = Move::until_it_fetches(machine, &[]);
+        moving.send.event("serving");
+        let (there, tls) = (text(&moving.there.qmp).to_owned(), moving.scene.world.tls());
+        let receive = ["receive", "--qemu", &there, "--listen", &moving.address, "--tls", &tls];
+        let mut has_guardian = true;
+        for &death in &deaths {
+            println!("{death:?}");
+            if death != Death::Sender {
+                moving.receiving.kill();
+            }
+            if death == Death::All && std::mem::take(&mut has_guardian) {
+                let guardian = Pid::from_raw(guardian(&moving.send) as i32).unwrap();
+                kill_process(guardian, Signal::KILL).unwrap();
+            }
+            if death != Death::Receiver {
+                moving.send.kill();
+            }
+            if death == Death::All {
+                moving.send = super::send(&moving.scene, &moving.address);
+                moving.send.event("finishing-session");
+                moving.send.event("post-copy-interrupted");
+            }
+            if death != Death::Sender {
+                moving.receiving = moving.scene.b.start(&receive);
+                moving.receiving.event("taking-over");
+            }
+        }
+        if deaths.last() == Some(&Death::Sender) {
+            moving.receiving.event("received");
+        } else {
+            moving.receiving.event("fetched");
+            moving.receiving.event("found");
+            moving.send.finish_by_ref().exited(0);
+        }
+        // The connection that QEMU has kept is free.
+        Qmp::connect(&moving.there.qmp).unwrap();
+        moving.arrives();
+    });
 }
 
 /// The command line of a migration over TLS that insists on `options`.

@@ -2,8 +2,6 @@
 
 use std::io;
 
-use vmferry_wire::LaneOffer;
-
 use super::fetch::lanes::FetchLanes;
 use super::tunnel_lanes::TunnelLanes;
 use crate::link::DataChannel;
@@ -23,14 +21,6 @@ impl LateLanes {
         match self {
             Self::Pages(lanes) => Some(lanes),
             Self::Tunnels(_) => None,
-        }
-    }
-
-    /// Replaces all lanes by those that the source offers, and closes the old channels.
-    pub fn renew(&self, offer: LaneOffer) {
-        match self {
-            Self::Pages(lanes) => lanes.renew(offer),
-            Self::Tunnels(lanes) => lanes.renew(offer),
         }
     }
 

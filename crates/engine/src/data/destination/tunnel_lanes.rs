@@ -4,7 +4,7 @@ use std::io;
 
 use crossbeam_channel::Sender;
 use parking_lot::Mutex;
-use vmferry_wire::{FetchLanes as Announced, LaneOffer};
+use vmferry_wire::{FetchLanes as Announced, LaneOffer, LateStreamsId};
 
 use crate::cpu::CpuMeter;
 use crate::data::tunnel::{Tunnel, TunnelEnd, TunnelWay};
@@ -16,6 +16,7 @@ use crate::machine::destination::io::Input;
 /// left.
 pub struct TunnelLanes {
     results: Sender<Input>,
+    cpu: CpuMeter,
     lanes: Mutex<Lanes>,
 }
 
@@ -24,6 +25,8 @@ struct Lanes {
     first: u8,
     /// In the order of the lanes.
     all: Vec<Lane>,
+    /// What they carry.
+    streams: LateStreamsId,
 }
 
 struct Lane {
@@ -36,21 +39,47 @@ impl TunnelLanes {
     /// Tunnels without channels, of which the first has this number.
     #[must_use]
     pub fn new(first: u8, announced: Announced, results: Sender<Input>, cpu: &CpuMeter) -> Self {
-        let lane = |number| {
-            let tunnel = Tunnel::new(number, TunnelWay::default(), cpu.clone());
-            Lane { tunnel, attempt: None }
-        };
-        let all = (first..first.saturating_add(announced.count())).map(lane).collect();
-        Self { results, lanes: Mutex::new(Lanes { first, all }) }
+        let count = announced.count();
+        let all = (first..first.saturating_add(count)).map(|lane| new_lane(lane, cpu)).collect();
+        let lanes = Lanes { first, all, streams: LateStreamsId::NONE };
+        Self { results, cpu: cpu.clone(), lanes: Mutex::new(lanes) }
     }
 
-    /// Connects the tunnels, in their order, with the VMM.
+    /// Tunnels of a session that an earlier receiver has left. The source's next offer says which.
+    #[must_use]
+    pub fn unannounced(results: Sender<Input>, cpu: &CpuMeter) -> Self {
+        Self::new(0, Announced { faults: 0, background: 0 }, results, cpu)
+    }
+
+    /// Connects the tunnels, in their order, with the VMM, which has these streams.
     ///
     /// # Errors
     /// The system can't create a thread.
-    pub fn begin(&self, ends: impl IntoIterator<Item = TunnelEnd>) -> io::Result<()> {
+    pub fn begin(
+        &self,
+        streams: LateStreamsId,
+        ends: impl IntoIterator<Item = TunnelEnd>,
+    ) -> io::Result<()> {
         let mut lanes = self.lanes.lock();
+        lanes.streams = streams;
         lanes.all.iter_mut().zip(ends).try_for_each(|(lane, end)| lane.tunnel.begin(end))
+    }
+
+    /// What the tunnels carry.
+    #[must_use]
+    pub fn streams(&self) -> LateStreamsId {
+        self.lanes.lock().streams
+    }
+
+    /// Replaces all tunnels by the offered ones, which carry nothing yet. What the old ones held is
+    /// lost.
+    pub fn restart(&self, offer: LaneOffer) {
+        let LaneOffer { first, lanes: announced, .. } = offer;
+        let numbers = first..first.saturating_add(announced.count());
+        let all = numbers.map(|lane| new_lane(lane, &self.cpu)).collect();
+        let fresh = Lanes { first, all, streams: LateStreamsId::NONE };
+        let old = std::mem::replace(&mut *self.lanes.lock(), fresh);
+        drop(old);
     }
 
     /// Expects new channels for all lanes, under the offered numbers.
@@ -105,6 +134,10 @@ impl TunnelLanes {
     pub fn is_at(&self, lane: u8, attempt: u64) -> bool {
         self.lanes.lock().get(lane).is_some_and(|lane| lane.attempt == Some(attempt))
     }
+}
+
+fn new_lane(number: u8, cpu: &CpuMeter) -> Lane {
+    Lane { tunnel: Tunnel::new(number, TunnelWay::default(), cpu.clone()), attempt: None }
 }
 
 impl Lanes {

@@ -15,7 +15,7 @@ use crate::config::DestinationConfig;
 use crate::data::destination::missing::MissingPages;
 use crate::error::MigrateError;
 use crate::machine::destination::io::Ending;
-use crate::vmm::left::LeftVm;
+use crate::vmm::left::{LeftGuest, LeftVm};
 
 /// Takes over a guest that lacks pages from a receiver that has died, and fetches the pages from
 /// its source. Blocks until all of them have arrived; `stop` has no effect.
@@ -97,8 +97,13 @@ fn fetch<V: LeftVm>(
         action: "take over its memory from an earlier process",
         source,
     })?;
-    let paused = left.stays_paused;
-    let missing = MissingPages::adopt(left)?;
+    let (missing, paused) = match left {
+        LeftGuest::Memory(memory) => {
+            let paused = memory.stays_paused;
+            (Some(MissingPages::adopt(memory)?), paused)
+        }
+        LeftGuest::Streams { stays_paused } => (None, stays_paused),
+    };
     let reception = Reception::open(listener, config).map_err(MigrateError::no_thread)?;
     // Once all pages have arrived, there is nothing to stop.
     let stop = Stop::default();

@@ -16,6 +16,8 @@ use crate::data::tunnel::{Tunnel, TunnelEnd, TunnelWay};
 use crate::error::MigrateError;
 use crate::link::DataChannel;
 use crate::machine::source::io::Input;
+use crate::vmm::streamed::LateStreams;
+use vmferry_handover::VmError;
 
 /// The running page servers.
 pub struct FetchServers {
@@ -76,18 +78,42 @@ impl FetchServers {
     /// Makes all lanes tunnels, for a carried guest.
     #[must_use]
     pub fn tunnelled(mut self, channels: u8, lanes: FetchLanes) -> Self {
-        let tunnel = |lane| {
-            let is_background = lane >= self.first_background;
-            let sent = Arc::clone(&self.reports.sent);
-            let way = TunnelWay {
-                background: is_background.then(|| self.way.limiter.clone()),
-                on_sent: Some(Arc::new(move |bytes| sent.tunnelled(bytes))),
-            };
-            let tunnel = Tunnel::new(lane, way, self.reports.cpu.clone());
-            Tunnelled { lane, tunnel, attempt: None }
-        };
-        self.tunnels = (channels..channels + lanes.count()).map(tunnel).collect();
+        let lanes = channels..channels + lanes.count();
+        self.tunnels = lanes.map(|lane| self.new_tunnel(lane)).collect();
         self
+    }
+
+    fn new_tunnel(&self, lane: u8) -> Tunnelled {
+        let is_background = lane >= self.first_background;
+        let sent = Arc::clone(&self.reports.sent);
+        let way = TunnelWay {
+            background: is_background.then(|| self.way.limiter.clone()),
+            on_sent: Some(Arc::new(move |bytes| sent.tunnelled(bytes))),
+        };
+        let tunnel = Tunnel::new(lane, way, self.reports.cpu.clone());
+        Tunnelled { lane, tunnel, attempt: None }
+    }
+
+    /// Begins all tunnels again, with the streams of a VMM that `connect` has connected to new
+    /// ones.
+    ///
+    /// # Errors
+    /// Errors of `connect`, or the system can't create a thread.
+    pub fn reconnect(
+        &mut self,
+        connect: impl FnOnce() -> Result<LateStreams, VmError>,
+    ) -> Result<(), MigrateError> {
+        let lanes: Vec<u8> = self.tunnels.iter().map(|known| known.lane).collect();
+        // Their threads must not take the end of the old streams for the VMM's.
+        self.tunnels.clear();
+        let failed = |source| MigrateError::Vm { action: "go on with its post-copy", source };
+        let connected = connect();
+        self.tunnels = lanes.into_iter().map(|lane| self.new_tunnel(lane)).collect();
+        let LateStreams { requests, urgent } = connected.map_err(failed)?;
+        let main = requests.try_clone().map_err(|error| failed(error.into()))?;
+        let urgent =
+            TunnelEnd { into_vmm: Some(requests), from_vmm: urgent, ..TunnelEnd::default() };
+        self.begin([urgent, TunnelEnd { from_vmm: Some(main), ..TunnelEnd::default() }])
     }
 
     /// Connects the tunnels, in their order, with the VMM of the carried guest.

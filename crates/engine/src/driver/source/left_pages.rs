@@ -7,7 +7,7 @@ use crossbeam_channel::{Receiver, Sender};
 use vmferry_codec::{HotPages, PageHashes};
 use vmferry_memory::{GuestMemory, PageSet};
 use vmferry_transport::{Dialer, RateLimiter};
-use vmferry_wire::Role;
+use vmferry_wire::{FetchLanes, Role};
 
 use super::connect::JoinedLane;
 use super::fetch::{FetchServers, Reports};
@@ -21,21 +21,30 @@ use crate::data::source::page_server::Served;
 use crate::driver::greeting::Purpose;
 use crate::error::MigrateError;
 use crate::machine::source::io::{Action, Input};
+use crate::vmm::streamed::LateStreams;
+use vmferry_handover::VmError;
 
 /// The fetch lanes of a recovered source.
 pub struct LeftPages {
-    memory: GuestMemory,
-    hashes: Arc<PageHashes>,
-    hot: Arc<HotPages>,
+    /// `None` if the VMM of a carried guest sends its pages.
+    memory: Option<Memory>,
     config: SourceConfig,
     servers: FetchServers,
     redialer: Redialer,
 }
 
+/// The memory that pages are read from.
+struct Memory {
+    memory: GuestMemory,
+    hashes: Arc<PageHashes>,
+    hot: Arc<HotPages>,
+}
+
 impl LeftPages {
-    /// Serves the pages of this memory.
+    /// Serves the pages of this memory, or with `None` those that the VMM sends once it is
+    /// [connected](Self::reconnect).
     pub fn new(
-        memory: GuestMemory,
+        (memory, lanes): (Option<GuestMemory>, FetchLanes),
         dialer: &Dialer,
         config: &SourceConfig,
         orders: &Orders,
@@ -46,45 +55,51 @@ impl LeftPages {
         let chooser = Arc::new(Chooser::new(&config.compression, channels, cap));
         let way = (RateLimiter::new(cap), chooser);
         let reports = Reports { results: inputs, cpu: CpuMeter::default(), sent: orders.sent() };
-        Self {
+        let mut servers = FetchServers::new(channels, lanes, way, reports);
+        if memory.is_none() {
+            servers = servers.tunnelled(channels, lanes);
+        }
+        let memory = memory.map(|memory| Memory {
             hashes: Arc::new(PageHashes::for_memory(&memory)),
             // No page is a base for a delta here.
             hot: Arc::new(HotPages::new(0)),
             memory,
-            config: config.clone(),
-            servers: FetchServers::new(channels, config.fetch_lanes(), way, reports),
-            redialer: Redialer::new(dialer, config),
-        }
+        });
+        Self { memory, config: config.clone(), servers, redialer: Redialer::new(dialer, config) }
+    }
+
+    /// Connects the VMM of a carried guest to new streams.
+    ///
+    /// # Errors
+    /// See [`FetchServers::reconnect`].
+    pub fn reconnect(
+        &mut self,
+        connect: impl FnOnce() -> Result<LateStreams, VmError>,
+    ) -> Result<(), MigrateError> {
+        self.servers.reconnect(connect)
     }
 
     /// Carries out an action on the fetch lanes.
     pub fn execute(&mut self, action: Action) -> Option<Input> {
         match action {
-            Action::ServePages { round } => match self.unpopulated() {
-                Ok(zero) => {
-                    // Only the destination knows what it lacks.
-                    let unsent = PageSet::for_memory(&self.memory).into();
-                    self.servers.serve(Served { round, zero: Some(Arc::new(zero)), unsent });
-                    None
+            Action::ServePages { round } => {
+                let Memory { memory, .. } = self.memory.as_ref()?;
+                match unpopulated(memory) {
+                    Ok(zero) => {
+                        // Only the destination knows what it lacks.
+                        let unsent = PageSet::for_memory(memory).into();
+                        self.servers.serve(Served { round, zero: Some(Arc::new(zero)), unsent });
+                        None
+                    }
+                    Err(error) => Some(Input::Failed(error)),
                 }
-                Err(error) => Some(Input::Failed(error)),
-            },
+            }
             Action::RejoinLane { lane, token, attempt, delay } => {
                 self.redialer.dial(Purpose { role: Role::Data, lane, token, attempt }, delay);
                 None
             }
             _ => None,
         }
-    }
-
-    /// Reading a page that was never populated would populate it.
-    fn unpopulated(&self) -> Result<PageSet, MigrateError> {
-        let mut pages = PageSet::for_memory(&self.memory);
-        for slot in self.memory.slots() {
-            pages.bitmap_mut(slot.id()).set_run(0, slot.pages());
-        }
-        pages.subtract(&self.memory.populated()?);
-        Ok(pages)
     }
 
     /// Results of dialing; for [`rejoin`](Self::rejoin).
@@ -98,9 +113,9 @@ impl LeftPages {
         if !self.redialer.is_latest(lane, attempt) {
             return Input::Tick;
         }
-        let joined = joined.and_then(|JoinedLane { channel, .. }| {
-            let encoder = self.encoder();
-            self.servers.join((lane, attempt), channel, encoder)
+        let joined = joined.and_then(|JoinedLane { channel, .. }| match self.encoder() {
+            Some(encoder) => self.servers.join((lane, attempt), channel, encoder),
+            None => self.servers.attach((lane, attempt), channel),
         });
         match joined {
             Ok(()) => Input::LaneRejoined { lane, placed: 0 },
@@ -108,14 +123,25 @@ impl LeftPages {
         }
     }
 
-    fn encoder(&self) -> PageEncoder {
+    /// `None` for a carried guest.
+    fn encoder(&self) -> Option<PageEncoder> {
+        let Memory { memory, hashes, hot } = self.memory.as_ref()?;
         let compressors = self.config.compression.compressors.clone();
-        let (hashes, hot) = (Arc::clone(&self.hashes), Arc::clone(&self.hot));
-        PageEncoder::new(self.memory.clone(), hashes, compressors, hot)
+        Some(PageEncoder::new(memory.clone(), Arc::clone(hashes), compressors, Arc::clone(hot)))
     }
 
     /// Whether a lane's present channel is the one that was dialed this number of times before.
     pub fn is_at(&self, lane: u8, attempt: u64) -> bool {
         self.servers.is_at(lane, attempt)
     }
+}
+
+/// Reading a page that was never populated would populate it.
+fn unpopulated(memory: &GuestMemory) -> Result<PageSet, MigrateError> {
+    let mut pages = PageSet::for_memory(memory);
+    for slot in memory.slots() {
+        pages.bitmap_mut(slot.id()).set_run(0, slot.pages());
+    }
+    pages.subtract(&memory.populated()?);
+    Ok(pages)
 }

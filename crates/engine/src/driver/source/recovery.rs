@@ -22,6 +22,7 @@ use crate::config::SourceConfig;
 use crate::cpu::CpuMeter;
 use crate::error::MigrateError;
 use crate::link::lost;
+use crate::machine::peer::SourceSide;
 use crate::machine::source::Source;
 use crate::machine::source::io::{Action, Ending, Input, Report};
 use crate::vmm::GuestDescription;
@@ -79,12 +80,15 @@ pub fn recover<V: AbandonedVm>(
     let serves = kind_of_source(&records) == SessionKind::PostCopy
         && recover_source(&records).0.is_committed();
     let memory = match serves.then(|| vm.memory()).transpose() {
-        Ok(memory) => memory.flatten(),
+        Ok(memory) => memory,
         Err(error) => return Ok(Recovered::Unread(vm, error)),
     };
-    let pages = memory.map(|memory| LeftPages::new(memory, dialer, &config, orders, inputs.0));
+    let our_side = SourceSide::recovered(memory.as_ref().is_some_and(Option::is_none));
+    let lanes = our_side.fetch_lanes(&config);
+    let left = |memory| LeftPages::new((memory, lanes), dialer, &config, orders, inputs.0);
+    let pages = memory.map(left);
     let control = ControlLink::new(dialer, &config, Vec::new(), CpuMeter::default());
-    let machine = Source::recovered(config, &guest, &records, Duration::ZERO);
+    let machine = Source::recovered(config, &guest, our_side, &records, Duration::ZERO);
     let guest = SourceGuest::recovered(vm, machine.handover());
     let started = Instant::now();
     let mut recovery = Recovery { machine, control, journal, guest, pages, failure: None };
@@ -167,6 +171,14 @@ impl<V: AbandonedVm> Recovery<V> {
                     self.failure = Some(error);
                 }
             }
+            Action::ReconnectVmm => {
+                let (SourceGuest::Committed(guest), Some(pages)) =
+                    (&mut self.guest, &mut self.pages)
+                else {
+                    return None;
+                };
+                return pages.reconnect(|| guest.reconnect()).err().map(Input::NotReconnected);
+            }
             // A guest that was given away is not touched.
             action => return self.pages.as_mut().and_then(|pages| pages.execute(action)),
         }
@@ -211,6 +223,7 @@ mod tests {
     use vmferry_wire::SessionId;
 
     use super::*;
+    use crate::vmm::streamed::LateStreams;
     use vmferry_handover::journal::{Verdict, sessions};
 
     #[derive(Debug)]
@@ -240,6 +253,14 @@ mod tests {
     impl AbandonedVm for Guest {
         fn memory(&mut self) -> Result<Option<GuestMemory>, VmError> {
             Err("no page of it is missing".into())
+        }
+    }
+
+    impl vmferry_handover::Reconnect for Guest {
+        type Streams = LateStreams;
+
+        fn reconnect(&mut self) -> Result<LateStreams, VmError> {
+            Err("it streams nothing".into())
         }
     }
 

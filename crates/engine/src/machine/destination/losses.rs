@@ -68,7 +68,7 @@ impl Links {
     }
 
     /// The source has offered these fetch lanes, and there are no others from now on.
-    pub(super) fn keep_fetch_lanes(&mut self, LaneOffer { first, lanes }: LaneOffer) {
+    pub(super) fn keep_fetch_lanes(&mut self, LaneOffer { first, lanes, .. }: LaneOffer) {
         let all = first..first.saturating_add(lanes.count());
         self.fetch_lanes.retain(|lost| all.contains(&lost.lane));
     }

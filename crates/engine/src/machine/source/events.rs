@@ -43,6 +43,7 @@ impl Phase {
                 return self.on_not_restored(common, now, Some(lane), error);
             }
             Input::Failed(error) => return self.fail(common, now, error),
+            Input::NotReconnected(error) => return self.on_not_reconnected(common, now, &error),
             Input::VmmEnded(error) => return self.on_vmm_ended(common, now, error),
             Input::Cancel => return self.on_cancel(common, now),
             Input::SwitchOver => return self.on_switch_over(common, now),

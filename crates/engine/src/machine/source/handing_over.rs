@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionWord, Token};
+use vmferry_wire::{ControlMessage, LaneToken, Reason, ReasonCode, SessionWord};
 
 use super::common::{Common, ms};
 use super::io::{Action, Report};
@@ -64,13 +64,15 @@ impl Phase {
         common: &mut Common,
         now: Duration,
         word: SessionWord,
-        token: Option<Token>,
+        token: Option<LaneToken>,
     ) -> Self {
         if word == SessionWord::Aborted && common.handover.is_committed() {
             let reason = Reason::new(ReasonCode::Internal, "its journal says ABORTED");
             return self.on_aborted(common, now, reason);
         }
         common.wait.since = now;
+        let streams = token.and_then(|token| token.streams);
+        let token = token.map(|token| token.token);
         let phase = match self {
             Self::Serving(serving) => serving.on_word(common, now, word, token),
             phase => {
@@ -78,7 +80,10 @@ impl Phase {
                 phase
             }
         };
-        phase.hand_over(common, now, SourceEvent::Word(word))
+        let phase = phase.hand_over(common, now, SourceEvent::Word(word));
+        // The lanes, which are being dialed, are used after that.
+        common.use_streams(streams);
+        phase
     }
 
     /// The guest never ran at the destination and never will.

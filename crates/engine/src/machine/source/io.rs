@@ -154,6 +154,8 @@ pub enum Input {
     Flowing,
     /// An action failed.
     Failed(MigrateError),
+    /// The VMM of a carried guest could not be connected to new streams.
+    NotReconnected(MigrateError),
     /// The VMM of a carried guest has ended, and the guest's memory here with it.
     VmmEnded(VmError),
     /// The user cancels the migration.
@@ -283,6 +285,10 @@ pub enum Action {
     /// Send [`ControlMessage::Lacking`] for all pending pages that were not named since the last
     /// round, and forget their hashes.
     TellLacking,
+    /// Connect a carried guest's VMM, whose streams to the destination have ended, to new ones.
+    /// Its tunnels begin at 0, with the next channels of their lanes: `NotReconnected` if that
+    /// fails.
+    ReconnectVmm,
     /// Answer requests on fetch lanes from now on.
     ServePages {
         /// The number of the round that these pages count as.

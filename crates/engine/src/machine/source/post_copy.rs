@@ -12,7 +12,7 @@ mod opening_fetch;
 
 use std::time::Duration;
 
-use vmferry_wire::FetchLanes;
+use vmferry_wire::{FetchLanes, LateStreamsId};
 
 use super::common::Common;
 use super::io::{Action, Report};
@@ -40,6 +40,8 @@ pub(super) struct PostCopyPlan {
     before: Option<Before>,
     /// How far a carried guest's VMM is on its way to its own post-copy.
     pub(super) carried: CarriedPostCopy,
+    /// The streams of a carried guest's VMM.
+    pub(super) streams: Option<LateStreamsId>,
 }
 
 /// A carried guest's way to post-copy.
@@ -84,11 +86,13 @@ impl PostCopyPlan {
             lanes: vec![FetchLink::default(); usize::from(count)],
             before: None,
             carried: CarriedPostCopy::None,
+            streams: None,
         }
     }
 
-    /// A process that was restarted has no channels.
-    pub(super) fn lose_all(&mut self, now: Duration) {
+    /// A process that was restarted has no channels, and a carried guest's VMM no streams.
+    pub(super) fn lose_all(&mut self, now: Duration, is_carried: bool) {
+        self.streams = is_carried.then_some(LateStreamsId::NONE);
         self.lanes.iter_mut().for_each(|link| link.lost = Some(now));
     }
 
@@ -230,6 +234,7 @@ impl Pause {
         common.kind = SessionKind::PostCopy;
         common.stats.missing_pages = pages;
         common.report(Report::PostCopy { round: common.rounds.round(), pages });
+        common.post_copy.streams = Some(LateStreamsId::FIRST);
         common.act(Action::CutStreams { pages });
         common.act(Action::Save);
     }

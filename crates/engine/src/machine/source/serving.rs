@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use vmferry_handover::{SessionKind, SourceEvent, SourceState, VmError};
-use vmferry_wire::{ControlMessage, LaneOffer, SessionWord, Token};
+use vmferry_wire::{ControlMessage, LaneOffer, LateStreamsId, SessionWord, Token};
 
 use super::common::{Common, ms};
 use super::handing_over::Step;
@@ -52,7 +52,18 @@ impl Common {
     /// The fetch lanes that the destination can use from now on, if it lacks pages.
     pub(super) fn lane_offer(&self) -> Option<LaneOffer> {
         let lanes = self.post_copy.announced.filter(|_| self.kind == SessionKind::PostCopy)?;
-        Some(LaneOffer { first: self.config.channels.get(), lanes })
+        let streams = self.post_copy.streams;
+        Some(LaneOffer { first: self.config.channels.get(), lanes, streams })
+    }
+
+    /// The destination's VMM has these streams. If the VMM of the carried guest has others here,
+    /// they are begun again: one of the two processes that carried them has died.
+    pub(super) fn use_streams(&mut self, theirs: Option<LateStreamsId>) {
+        let Some(theirs) = theirs.filter(|_| self.handover == SourceState::Serving) else { return };
+        if self.post_copy.streams != Some(theirs) {
+            self.post_copy.streams = Some(theirs);
+            self.act(Action::ReconnectVmm);
+        }
     }
 
     /// The destination has answered on another channel: every fetch lane is redialed. The old
@@ -75,6 +86,21 @@ impl Common {
 }
 
 impl Phase {
+    /// The VMM of a carried guest has no streams, and is tried again when the destination answers
+    /// again.
+    pub(super) fn on_not_reconnected(
+        self,
+        common: &mut Common,
+        now: Duration,
+        error: &MigrateError,
+    ) -> Self {
+        common.post_copy.streams = Some(LateStreamsId::NONE);
+        let Self::Serving(serving) = self else { return self };
+        common.report_serving_failure(error);
+        common.ask(now, common.timeouts().ask);
+        serving.on_ask()
+    }
+
     /// A fetch lane has lost its channel.
     pub(super) fn on_fetch_lane_lost(
         self,

@@ -14,6 +14,7 @@ use vmferry::vmm::streamed::{
     LateStreams, Marks, OutgoingStream, PageMark, Recogniser, StreamEvent, StreamEvents, StreamedVm,
 };
 use vmferry::{GuestDescription, Resume, VmError};
+use vmferry_handover::Reconnect;
 use vmferry_memory::{PAGE_SIZE, SlotId, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
@@ -153,6 +154,14 @@ impl Resume for Streamer {
         self.threads.drain(..).for_each(|thread| thread.join().unwrap());
         self.runs.store(true, Ordering::SeqCst);
         Ok(())
+    }
+}
+
+impl Reconnect for Streamer {
+    type Streams = LateStreams;
+
+    fn reconnect(&mut self) -> Result<LateStreams, VmError> {
+        Err("it has one set of streams".into())
     }
 }
 

@@ -25,6 +25,7 @@ pub(super) enum Task {
     StartLog,
     Send(u8),
     Harvest,
+    Reconnect,
     Pause,
     LastHarvest,
     Save,
@@ -96,6 +97,7 @@ impl SourceHost {
                     What::Failed(link_lost())
                 }
             }
+            Task::Reconnect if !well => What::NotReconnected(failure()),
             _ if !well => What::Failed(failure()),
             Task::Join => What::LanesJoined,
             Task::StartLog => What::LogStarted { populated_pages: 1024, stood_still: took },
@@ -110,6 +112,7 @@ impl SourceHost {
                 self.pages.harvest(outcome);
                 What::Harvested { pages: u64::from(outcome) * 4, took, stood_still: Duration::ZERO }
             }
+            Task::Reconnect => What::Tick,
             Task::Pause => {
                 self.runs = false;
                 What::Paused { stood_still: took }

@@ -28,7 +28,7 @@ const LOOK_PERIOD: Duration = Duration::from_millis(50);
 /// The VMM of a guest that lacks pages.
 pub enum Vmm {
     /// A QEMU, which may have outlived its receiver.
-    Qemu(Arrived),
+    Qemu(Box<Arrived>),
     /// The VMM of `vmferry run`, by its process.
     Microvm(u32),
 }
@@ -37,7 +37,7 @@ impl Vmm {
     /// Finds the VMM of a session's guest. `None` if it has ended.
     pub fn of(directory: &Directories, session: &SessionSummary) -> Option<Self> {
         if let Ok(Some(arrived)) = Arrived::of(&directory.journals(), session.session) {
-            return Some(Self::Qemu(arrived));
+            return Some(Self::Qemu(Box::new(arrived)));
         }
         let status = status(directory, session)?;
         if status["guest"] == "qemu" {

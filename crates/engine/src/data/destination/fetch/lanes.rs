@@ -80,7 +80,7 @@ impl FetchLanes {
 
     /// Replaces all lanes by those that the source offers, and closes the old channels. What was
     /// requested on them is requested on the new ones.
-    pub fn renew(&self, LaneOffer { first, lanes: announced }: LaneOffer) {
+    pub fn renew(&self, LaneOffer { first, lanes: announced, .. }: LaneOffer) {
         let all = (0..announced.count()).map(|_| Lane::default()).collect();
         let mut lanes = self.lanes.lock();
         let (runs, losses) = (lanes.runs, std::mem::take(&mut lanes.losses));

@@ -1,13 +1,15 @@
 //! A session's missing pages, with post-copy.
 
+use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::Receiver;
+use crossbeam_channel::{Receiver, Sender};
 use vmferry_handover::journal::{FileJournal, Record};
 use vmferry_memory::{PageRun, PageSet};
 use vmferry_transport::PeerIdentity;
 use vmferry_wire::{
-    ControlMessage, GuestIdentity, LaneOffer, PROTOCOL_VERSION_MAX, SessionId, SessionWord,
+    ControlMessage, GuestIdentity, LaneOffer, LaneToken, LateStreamsId, PROTOCOL_VERSION_MAX,
+    SessionId, SessionWord,
 };
 
 use super::{Session, random_token};
@@ -17,6 +19,7 @@ use crate::data::destination::fetch::lanes::FetchLanes;
 use crate::data::destination::late_lanes::LateLanes;
 use crate::data::destination::missing::MissingPages;
 use crate::data::destination::target::Target;
+use crate::data::destination::tunnel_lanes::TunnelLanes;
 use crate::data::tunnel::TunnelEnd;
 use crate::driver::destination::notice::Notice;
 use crate::driver::destination::reception::Reception;
@@ -42,8 +45,8 @@ pub struct LeftSession {
     pub peer: PeerIdentity,
     /// The guest stays paused.
     pub paused: bool,
-    /// Its missing pages.
-    pub missing: MissingPages,
+    /// Its missing pages, unless its VMM fetches them itself.
+    pub missing: Option<MissingPages>,
 }
 
 impl<'a, V: DestinationVm> Session<'a, V> {
@@ -63,20 +66,10 @@ impl<'a, V: DestinationVm> Session<'a, V> {
             (Some(Target::Memory(target)), Some(LateLanes::Pages(lanes))) => (target, lanes),
             (Some(Target::Streams(target)), Some(LateLanes::Tunnels(lanes))) => {
                 let failed = |source| MigrateError::Vm { action: "go on with its stream", source };
-                let LateStreams { requests, urgent } = self.vm.late_streams().map_err(failed)?;
+                let late = self.vm.late_streams().map_err(failed)?;
                 let rest = target.kept.as_ref().and_then(|kept| kept.lock().remove(&0));
-                let results = self.inputs.0.clone();
-                let ended = move || {
-                    let _ = results.send(Input::RequestsEnded);
-                };
-                let urgent = TunnelEnd {
-                    into_vmm: urgent,
-                    from_vmm: Some(requests),
-                    on_end: Some(Box::new(ended)),
-                    first: None,
-                };
-                let rest = TunnelEnd { into_vmm: rest, ..TunnelEnd::default() };
-                return lanes.begin([urgent, rest]).map_err(MigrateError::no_thread);
+                let ends = tunnel_ends(late, rest, self.inputs.0.clone());
+                return lanes.begin(LateStreamsId::FIRST, ends).map_err(MigrateError::no_thread);
             }
             _ => {
                 let reason = "post-copy, which was not accepted";
@@ -105,15 +98,21 @@ impl<'a, V: DestinationVm> Session<'a, V> {
     ) -> Result<Self, MigrateError> {
         let LeftSession { session, guest, journal, records, peer, paused, missing } = left;
         let our_side = Self::side(vm, config, PROTOCOL_VERSION_MAX);
-        let left = Left { session, missing_pages: missing.left(), paused };
+        let missing_pages = missing.as_ref().map_or(0, MissingPages::left);
+        let left = Left { session, missing_pages, paused };
         let machine =
             Destination::recovered(config.timeouts, our_side, left, &records, Duration::ZERO)
                 .ok_or(MigrateError::NothingLeft { session })?;
         let mut taken = Self::new(vm, config, (door, stop), (machine, random_token()?), peer)?;
         (taken.guest, taken.journal) = (guest, Some(journal));
-        let mut lanes = FetchLanes::unannounced();
-        lanes.start(missing, taken.inputs.0.clone(), taken.cpu.clone())?;
-        taken.fetch_lanes = Some(LateLanes::Pages(lanes));
+        let results = taken.inputs.0.clone();
+        taken.fetch_lanes = Some(if let Some(missing) = missing {
+            let mut lanes = FetchLanes::unannounced();
+            lanes.start(missing, results, taken.cpu.clone())?;
+            LateLanes::Pages(lanes)
+        } else {
+            LateLanes::Tunnels(TunnelLanes::unannounced(results, &taken.cpu))
+        });
         Ok(taken)
     }
 
@@ -122,15 +121,33 @@ impl<'a, V: DestinationVm> Session<'a, V> {
         let (Some(session), Some(lanes)) = (self.machine.session(), &self.fetch_lanes) else {
             return None;
         };
+        let streams = match lanes {
+            LateLanes::Pages(lanes) => {
+                lanes.renew(offer);
+                None
+            }
+            LateLanes::Tunnels(lanes) => {
+                let is_other = |theirs| theirs != lanes.streams() || theirs == LateStreamsId::NONE;
+                if offer.streams.is_some_and(is_other) {
+                    let begun = begin_again(self.vm, lanes, offer, self.inputs.0.clone());
+                    if let Err(error) = begun {
+                        // The source asks again.
+                        return Some(Input::Failed(error));
+                    }
+                } else {
+                    lanes.renew(offer);
+                }
+                Some(lanes.streams())
+            }
+        };
         let token = match random_token() {
             Ok(token) => token,
             // The source asks again.
             Err(error) => return Some(Input::Failed(error)),
         };
-        lanes.renew(offer);
         self.token = token;
-        let word = SessionWord::Fetching;
-        self.send(link, &ControlMessage::Answer { session, word, token: Some(token) })
+        let (word, token) = (SessionWord::Fetching, Some(LaneToken { token, streams }));
+        self.send(link, &ControlMessage::Answer { session, word, token })
     }
 
     /// Compares the guest's storage with the source's sample of it, and loads the guest's state.
@@ -221,4 +238,41 @@ impl<'a, V: DestinationVm> Session<'a, V> {
         fetch.end();
         stats
     }
+}
+
+/// A process that carried the guest has died, and the VMM's streams with it: connects the VMM to
+/// new ones, and begins the tunnels again.
+fn begin_again<V: DestinationVm>(
+    vm: &mut V,
+    lanes: &TunnelLanes,
+    offer: LaneOffer,
+    results: Sender<Input>,
+) -> Result<(), MigrateError> {
+    // Their threads must not take the end of the old streams for the VMM's.
+    lanes.restart(offer);
+    let failed = |source| MigrateError::Vm { action: "go on with its post-copy", source };
+    let late = vm.reconnect().map_err(failed)?;
+    let rest = late.requests.try_clone().map_err(|error| failed(error.into()))?;
+    let [number @ .., _, _, _, _, _, _, _, _] = random_token()?.0;
+    let streams = LateStreamsId(u64::from_le_bytes(number));
+    lanes.begin(streams, tunnel_ends(late, Some(rest), results)).map_err(MigrateError::no_thread)
+}
+
+/// What the two tunnels connect: first the pages that threads wait for, with the requests, then the
+/// rest of the main stream.
+fn tunnel_ends(
+    LateStreams { requests, urgent }: LateStreams,
+    rest: Option<UnixStream>,
+    results: Sender<Input>,
+) -> [TunnelEnd; 2] {
+    let ended = move || {
+        let _ = results.send(Input::RequestsEnded);
+    };
+    let urgent = TunnelEnd {
+        into_vmm: urgent,
+        from_vmm: Some(requests),
+        on_end: Some(Box::new(ended)),
+        first: None,
+    };
+    [urgent, TunnelEnd { into_vmm: rest, ..TunnelEnd::default() }]
 }

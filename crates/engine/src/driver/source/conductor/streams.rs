@@ -215,6 +215,10 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
                 None
             }
             Action::ServePages { .. } => self.tunnel(core).err().map(Input::Failed),
+            Action::ReconnectVmm => {
+                let SourceGuest::Committed(committed) = &mut core.guest else { return None };
+                core.fetch.reconnect(|| committed.reconnect()).err().map(Input::NotReconnected)
+            }
             Action::SumDigest => {
                 Some(Input::Digest(self.streams.as_ref().map_or(0, Streams::digest)))
             }

@@ -189,7 +189,7 @@ fn offered_lanes_replace_all_others() {
     let _ = did(&mut destination);
     let session = destination.session().unwrap();
     let lanes = FetchLanes { faults: 1, background: 2 };
-    let offer = Some(LaneOffer { first: 4, lanes });
+    let offer = Some(LaneOffer { first: 4, lanes, streams: None });
     let message = ControlMessage::Query { session, offer };
     destination.handle(Duration::ZERO, Input::Control { link: LinkId(7), message });
     let [Action::UseOffer { link: LinkId(7), offer }] = did(&mut destination)[..] else {

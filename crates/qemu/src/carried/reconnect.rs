@@ -1,0 +1,119 @@
+//! Connects a QEMU whose own post-copy was interrupted to new streams.
+//!
+//! A QEMU whose streams end pauses its post-copy (`postcopy-paused`): the guest lives, and threads
+//! that need a missing page wait. QEMU's documentation leaves the rest to an administrator. Both
+//! QEMUs find out by themselves which pages are still missing.
+//!
+//! Source: QEMU 10.0 `docs/devel/migration/postcopy.rst`, `migration/migration.c`.
+
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use serde_json::json;
+use vmferry::vmm::streamed::LateStreams;
+
+use super::channels::{self, CONNECT_TIMEOUT};
+use super::late::FurtherChannel;
+use super::place::Place;
+use crate::error::QemuError;
+use crate::qmp::{Qmp, QmpError};
+use crate::state;
+
+/// How long QEMU may take to notice that its streams have ended.
+const PAUSE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How often QEMU is asked whether it has. Another thread takes its events.
+const PAUSE_PERIOD: Duration = Duration::from_millis(20);
+
+/// Connects the source's QEMU, whose streams were ended, to `further`.
+///
+/// # Errors
+/// QMP errors and system call errors. QEMU stays paused, or pauses again.
+pub fn at_source(qmp: &mut Qmp, further: &FurtherChannel) -> Result<LateStreams, QemuError> {
+    let deadline = Instant::now() + PAUSE_TIMEOUT;
+    loop {
+        let migration = qmp.execute("query-migrate", json!({}))?;
+        match migration["status"].as_str().unwrap_or_default() {
+            "postcopy-paused" => break,
+            status if status.starts_with("postcopy-") && Instant::now() < deadline => {
+                std::thread::sleep(PAUSE_PERIOD);
+            }
+            status if status.starts_with("postcopy-") => {
+                return Err(qmp.timed_out("pause its post-copy", PAUSE_TIMEOUT).into());
+            }
+            status => {
+                let found = if status.is_empty() { "not migrating" } else { status };
+                return Err(QemuError::State {
+                    found: found.into(),
+                    wanted: "in a post-copy that was interrupted",
+                });
+            }
+        }
+    }
+    let listener = further.listen_again()?;
+    qmp.execute("migrate", json!({ "uri": further.uri(), "resume": true }))?;
+    let requests = channels::accept(qmp, &listener, Instant::now() + CONNECT_TIMEOUT)?;
+    let urgent = Some(forward_further(listener, further.place())?);
+    Ok(LateStreams { requests, urgent })
+}
+
+/// QEMU connects its further channel only after both QEMUs have agreed on what is missing, over the
+/// main stream. So what it writes there later is forwarded. Returns where.
+fn forward_further(listener: UnixListener, place: Arc<Place>) -> Result<UnixStream, QemuError> {
+    let (forwarded, mut into) = state::pair()?;
+    let forward = move || {
+        // Until QEMU has connected or the place is not needed, because QEMU was given another one.
+        let _place = place;
+        let mut polled = [
+            PollFd::new(&listener, PollFlags::IN),
+            // The other end is gone.
+            PollFd::new(&into, PollFlags::empty()),
+        ];
+        if poll(&mut polled, None).is_ok()
+            && polled[0].revents().contains(PollFlags::IN)
+            && let Ok((mut further, _)) = listener.accept()
+        {
+            // Its end pauses QEMU's post-copy, as that of the main stream does.
+            let _ = std::io::copy(&mut further, &mut into);
+        }
+    };
+    let thread = std::thread::Builder::new().name("qemu-further".into());
+    thread
+        .spawn(forward)
+        .map_err(|source| QemuError::Local { action: "start a thread", source })?;
+    Ok(forwarded)
+}
+
+/// Connects the destination's QEMU, whose streams were ended, by a socket in `place`. Its main loop
+/// may be waiting for a missing page, so it is told out of band.
+///
+/// # Errors
+/// QMP errors and system call errors. QEMU stays paused, or pauses again.
+pub fn at_destination(qmp: &mut Qmp, place: &Place) -> Result<LateStreams, QemuError> {
+    let deadline = Instant::now() + PAUSE_TIMEOUT;
+    let order = json!({ "uri": place.their_uri() });
+    place.clear();
+    loop {
+        match qmp.execute_out_of_band("migrate-recover", order.clone()) {
+            Ok(_) => break,
+            // It has not noticed yet.
+            Err(QmpError::Refused { message, .. })
+                if message.contains("paused") && Instant::now() < deadline =>
+            {
+                std::thread::sleep(PAUSE_PERIOD);
+            }
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let connect = || -> std::io::Result<(UnixStream, UnixStream)> {
+        // QEMU takes the first one for the main stream.
+        Ok((place.connect()?, place.connect()?))
+    };
+    let connected = connect();
+    place.clear();
+    let (requests, urgent) =
+        connected.map_err(|source| QemuError::Local { action: "connect to QEMU", source })?;
+    Ok(LateStreams { requests, urgent: Some(urgent) })
+}
