@@ -79,6 +79,15 @@ pub enum MemoryError {
         #[source]
         source: io::Error,
     },
+    /// Pages that must be missing are still there after they were freed.
+    #[error(
+        "the kernel does not free {pages} outdated pages: they are parts of huge pages that \
+         something has pinned"
+    )]
+    NotFreed {
+        /// Their number.
+        pages: u64,
+    },
     /// A page that was to be filled could not be allocated.
     #[error("no page could be had for {slot} of {}: {place} has {} \
              left", Bytes(*bytes), Bytes(*free_bytes))]

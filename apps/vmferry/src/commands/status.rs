@@ -172,7 +172,7 @@ fn all(output: &Output) -> Result<(), Failure> {
     let directory = directories()?;
     let sessions = journal::sessions(&directory.journals())
         .map_err(|error| Failure::of(Code::Internal, error))?;
-    let guests = ask_all(&directory, &sessions)?;
+    let mut guests = ask_all(&directory, &sessions)?;
     let live = |session: &SessionSummary| {
         // A VMM that runs and still asks the destination reports the doubt itself.
         guests.iter().any(|guest| {
@@ -200,6 +200,11 @@ fn all(output: &Output) -> Result<(), Failure> {
     let journals = directory.journals();
     let unattended: Vec<Unattended> =
         sessions.iter().filter_map(|session| Unattended::of(&journals, session)).collect();
+    // The control socket that its killed process has left says nothing of it.
+    guests.retain(|guest| {
+        let is_left = |left: &Unattended<'_>| guest["name"].as_str() == left.name();
+        guest["phase"] != "gone" || !unattended.iter().any(is_left)
+    });
     let older = older_journals(&directory);
     let value = json!({
         "guests": guests, "in_doubt": doubtful, "directories": places(&directory), "older": older,

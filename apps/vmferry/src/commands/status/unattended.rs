@@ -28,6 +28,11 @@ impl<'a> Unattended<'a> {
         Some(Self { session, qemu })
     }
 
+    /// The guest's name, if the journal has it.
+    pub fn name(&self) -> Option<&str> {
+        guest_name(self.session)
+    }
+
     /// The guest as JSON, with the members of a guest's status.
     pub fn to_json(&self) -> Value {
         json!({

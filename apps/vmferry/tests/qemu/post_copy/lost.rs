@@ -108,7 +108,9 @@ fn guest_without_a_receiver_is_seen_and_given_up() {
     let status = run_ok(&moving.scene.b, &["status", "tested"]);
     assert_eq!(status["pid"], moving.there.child.id(), "{status}");
     assert_eq!((&status["phase"], &status["side"]), (&"running".into(), &"destination".into()));
-    let left = run_ok(&moving.scene.a, &["status"])["unattended"].clone();
+    let all = run_ok(&moving.scene.a, &["status"]);
+    assert_eq!(all["guests"], serde_json::json!([]), "the socket of its killed process is left");
+    let left = &all["unattended"];
     assert_eq!((&left[0]["phase"], &left[0]["side"]), (&"moved".into(), &"source".into()));
     moving.scene.b.run(&["resolve", "tested", "--give-up"]).failed(2, "FIRST make sure");
     assert!(moving.there.child.try_wait().unwrap().is_none(), "nobody has confirmed it");

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use vmferry_codec::{DecodedPages, PageHashes};
 use vmferry_faults::{FaultRanges, Wake};
-use vmferry_memory::{GuestMemory, PAGE_SIZE, PageRun, PageSet, SlotId};
+use vmferry_memory::{GuestMemory, MemoryError, PAGE_SIZE, PageRun, PageSet, SlotId};
 
 use super::fetch::counts::{FetchCounts, PageWaits};
 use crate::error::MigrateError;
@@ -68,7 +68,7 @@ impl MissingPages {
         register: impl FnOnce(&GuestMemory) -> Result<FaultRanges, MigrateError>,
     ) -> Result<Self, MigrateError> {
         let ranges = register(&memory)?;
-        free_present(&memory, &missing)?;
+        free_present(&memory, &missing, |run| memory.discard(run).map(drop))?;
         Self::of(memory, hashes, missing, ranges)
     }
 
@@ -334,10 +334,49 @@ impl MissingPages {
 
 /// Frees missing pages that are there. The kernel can have made them since they were freed:
 /// khugepaged fills the holes of a huge page with zeros, until the memory is registered. Such a
-/// page would cause no fault, and the guest would read zeros.
-fn free_present(memory: &GuestMemory, missing: &PageSet) -> Result<(), MigrateError> {
-    for run in memory.present_among(missing)?.runs() {
-        memory.discard(run)?;
+/// page would cause no fault, and the guest would read zeros. So would a page that the kernel has
+/// only zeroed, because it could not split the huge page around it.
+fn free_present(
+    memory: &GuestMemory,
+    missing: &PageSet,
+    mut free: impl FnMut(PageRun) -> Result<(), MemoryError>,
+) -> Result<(), MigrateError> {
+    let present = memory.present_among(missing)?;
+    if present.is_empty() {
+        return Ok(());
     }
-    Ok(())
+    for run in present.runs() {
+        free(run)?;
+    }
+    match memory.present_among(&present)?.count() {
+        0 => Ok(()),
+        pages => Err(MemoryError::NotFreed { pages }.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use vmferry_memory::{MemoryKind, SlotLayout};
+
+    use super::*;
+
+    #[test]
+    fn page_that_the_kernel_does_not_free_ends_the_session() {
+        for kind in [MemoryKind::Private, MemoryKind::Memfd] {
+            let layout = [SlotLayout { slot: SlotId(0), gpa: 0, pages: 64 }];
+            let memory = GuestMemory::allocate(&layout, kind).unwrap();
+            let mut missing = PageSet::for_memory(&memory);
+            missing.bitmap_mut(SlotId(0)).set_run(3, 5);
+            for page in [3, 4, 7, 9] {
+                memory.write_at(page * PAGE_SIZE as u64, &[1]).unwrap();
+            }
+            let kept = free_present(&memory, &missing, |_| Ok(()));
+            let error = kept.unwrap_err();
+            assert!(matches!(error, MigrateError::Memory(MemoryError::NotFreed { pages: 3 })));
+            free_present(&memory, &missing, |run| memory.discard(run).map(drop)).unwrap();
+            let freed = |_| panic!("nothing is left to be freed");
+            free_present(&memory, &missing, freed).unwrap();
+            assert_eq!(memory.populated().unwrap().count(), 1, "{kind}");
+        }
+    }
 }
