@@ -210,8 +210,8 @@ impl Arrived {
         self.memory.is_empty()
     }
 
-    /// Whether a QEMU that fetches by itself has every page. One that does not answer may be waiting
-    /// for some.
+    /// Whether a QEMU that fetches by itself has every page. One that does not answer may be
+    /// waiting for some.
     #[must_use]
     pub fn has_fetched_by_itself(&self) -> bool {
         let query = |mut qmp: Qmp| qmp.execute("query-migrate", json!({})).ok();

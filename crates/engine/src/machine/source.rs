@@ -109,8 +109,8 @@ impl Source {
 
     /// A source that was restarted after its process died while the guest lived on. It continues
     /// from the state in the journal: it resumes the guest, gives it up, or asks the destination.
-    /// It never sends COMMIT. To a destination that lacks pages it offers fetch lanes, as `our_side`
-    /// has them.
+    /// It never sends COMMIT. To a destination that lacks pages it offers the fetch lanes that
+    /// `our_side` has.
     #[must_use]
     pub fn recovered(
         config: SourceConfig,

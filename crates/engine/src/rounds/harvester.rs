@@ -169,7 +169,7 @@ impl Harvester {
 
     /// The guest was resumed after its last harvest.
     pub fn recall(&mut self) {
-        // The last round read the pages without protecting them again, because the guest was paused.
+        // The last round read the pages of a paused guest, and did not protect them again.
         self.keeps_pending = self.does(Omission::RecalledPages);
         self.named.clear_all();
         // `harvest_last` has made the spare set the pending one.

@@ -1,8 +1,9 @@
 //! Taking over a guest that lacks pages, from a receiver that has died.
 //!
 //! QEMU may be waiting for a missing page in its main loop, so nothing here needs its monitor
-//! before the pages arrive. The note says where the guest's memory is. Only a QEMU that fetches by
-//! itself, because its guest was carried, has to answer once.
+//! before the pages arrive. The note says where the guest's memory is. A QEMU that fetches by
+//! itself, because its guest was carried, is told to connect again: out of band, on the connection
+//! that it has kept.
 
 use std::net::Shutdown;
 use std::ops::Range;
@@ -59,8 +60,8 @@ pub struct LeftQemu {
 
 impl Arrived {
     /// Takes over the guest's memory, to fetch its missing pages, or the streams of a QEMU that
-    /// fetches them itself. Needs the same rights as
-    /// attaching to a QEMU, so a process that restricts itself calls this first.
+    /// fetches them itself. Needs the same rights as attaching to a QEMU, so a process that
+    /// restricts itself calls this first.
     ///
     /// # Errors
     /// QEMU's userfaultfd was closed, or its process or memory is out of reach.
@@ -76,7 +77,7 @@ impl Arrived {
                 ..LeftQemu::of(self, journals, lock)
             });
         }
-        if ranges.is_empty() || !process::reports_missing_pages(pid, ranges)? {
+        if !process::reports_missing_pages(pid, ranges)? {
             return Err(QemuError::NotReported { pid });
         }
         let memory =
