@@ -214,9 +214,12 @@ impl Arrived {
     /// waiting for some.
     #[must_use]
     pub fn has_fetched_by_itself(&self) -> bool {
-        let query = |mut qmp: Qmp| qmp.execute("query-migrate", json!({})).ok();
-        let migration = self.connect().ok().filter(|_| self.fetches_by_itself()).and_then(query);
-        migration.is_some_and(|migration| migration["status"] == "completed")
+        // Another QEMU is not asked: it would not answer while it waits for a page.
+        let Some(Ok(mut qmp)) = self.fetches_by_itself().then(|| self.connect()) else {
+            return false;
+        };
+        let migration = qmp.execute("query-migrate", json!({}));
+        migration.is_ok_and(|migration| migration["status"] == "completed")
     }
 
     /// Completes the arrival of a guest that belongs to this host by the session's journal:
@@ -298,9 +301,8 @@ impl Arrived {
 
     /// Every page has arrived, and other clients may connect to QEMU again.
     pub fn free_monitor(&mut self) {
-        if self.kept.is_some() {
-            // Then it stays until QEMU ends.
-            let _ = self.connect().map(|mut qmp| qmp.end_keeping());
+        // A QEMU that does not answer keeps it, and is still reached by it.
+        if self.kept.is_some() && self.connect().is_ok_and(|mut qmp| qmp.end_keeping().is_ok()) {
             self.kept = None;
         }
     }

@@ -27,7 +27,6 @@ use crate::error::QemuError;
 use crate::fault_access::FaultAccess;
 use crate::guest;
 use crate::identity::ProcessIdentity;
-use crate::inject;
 use crate::inventory::{Disk, Inventory};
 use crate::lock::Lock;
 use crate::memory_file::{Examiner, MemoryFiles};
@@ -66,8 +65,8 @@ pub struct QemuDestination {
     /// Where QEMU listens for the streams of a guest with several. Created while this process may
     /// still do so.
     place: Option<Arc<Place>>,
-    /// A later process like this one can take descriptors from QEMU.
-    may_be_taken: bool,
+    /// QEMU may keep the connection: a later process could take it from there.
+    may_be_kept: bool,
     /// QEMU keeps the connection.
     is_kept: bool,
     /// Checks whether QEMU is stopped.
@@ -157,7 +156,8 @@ impl QemuDestination {
         // Without a place, guests whose QEMU sends several streams are refused when they are
         // offered.
         let place = place.or_else(|| Place::new(&qmp).ok().map(Arc::new));
-        let may_be_taken = qmp.pid().is_some_and(|pid| inject::fetch(pid, 0).is_ok());
+        let pid = view.process(&qmp).filter(|_| qmp.connection().is_some());
+        let may_be_kept = pid.is_some_and(|pid| view.gives_descriptors(pid));
         let looker = view.looker();
         let fault_access = view.fault_access();
         let block_reader = view.block_reader();
@@ -174,7 +174,7 @@ impl QemuDestination {
             expected,
             arrival,
             place,
-            may_be_taken,
+            may_be_kept,
             is_kept: false,
             looker,
             used: false,
@@ -297,7 +297,7 @@ impl DestinationVm for QemuDestination {
         let monitor = self.qmp.path().to_owned();
         // The next receiver may be started in another working directory.
         let monitor = std::path::absolute(&monitor).unwrap_or(monitor);
-        let connection = self.qmp.connection().filter(|_| self.may_be_taken);
+        let connection = self.qmp.connection().filter(|_| self.may_be_kept);
         let whereabouts = Whereabouts { receiver, process, monitor, connection };
         self.note = Some(Note::leave(journals, session, whereabouts)?);
         Ok(())
@@ -342,11 +342,8 @@ impl DestinationVm for QemuDestination {
     fn late_streams(&mut self) -> Result<LateStreams, VmError> {
         let arrival = self.arrival.as_mut().ok_or("this QEMU takes no stream")?;
         let late = arrival.late_streams()?;
-        if self.may_be_taken && self.note.is_some() {
-            // For a receiver that takes over while QEMU waits for a page.
-            self.qmp.keep().map_err(QemuError::from)?;
-            self.is_kept = true;
-        }
+        // For a receiver that takes over while QEMU waits for a page. Without it, QEMU has to answer.
+        self.is_kept = self.may_be_kept && self.note.is_some() && self.qmp.keep().is_ok();
         Ok(late)
     }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use crate::error::QemuError;
 use crate::fault_access::{DirectFaults, FaultAccess};
 use crate::identity::ProcessIdentity;
+use crate::inject;
 use crate::inventory::OpenImage;
 use crate::memory_file::{self, Examiner};
 use crate::proc_stat;
@@ -37,6 +38,10 @@ impl View for DirectView {
 
     fn identify(&mut self, pid: u32) -> Result<ProcessIdentity, QemuError> {
         ProcessIdentity::of(pid)
+    }
+
+    fn gives_descriptors(&mut self, pid: u32) -> bool {
+        inject::fetch(pid, 0).is_ok()
     }
 
     fn looker(&self) -> Looker {

@@ -49,6 +49,9 @@ pub trait View {
     /// If there is no such process.
     fn identify(&mut self, pid: u32) -> Result<ProcessIdentity, QemuError>;
 
+    /// Whether a later process with the same rights can take descriptors from the process.
+    fn gives_descriptors(&mut self, pid: u32) -> bool;
+
     /// Returns a function by which any thread can check whether a process is stopped.
     fn looker(&self) -> Looker;
 

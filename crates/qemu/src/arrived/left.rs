@@ -5,7 +5,6 @@
 //! itself, because its guest was carried, is told to connect again: out of band, on the connection
 //! that it has kept.
 
-use std::net::Shutdown;
 use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -23,7 +22,7 @@ use vmferry_memory::{GuestMemory, PAGE_SIZE, SlotId, SlotLayout};
 use vmferry_wire::GuestIdentity;
 
 use super::{Arrived, Finished};
-use crate::carried::{Arrival, Place, connect_destination};
+use crate::carried::{Arrival, Place, connect_destination, end_all, ends_of};
 use crate::error::QemuError;
 use crate::inject;
 use crate::lock::Lock;
@@ -215,14 +214,9 @@ impl DestinationVm for LeftQemu {
 
     fn reconnect(&mut self) -> Result<LateStreams, VmError> {
         let place = self.place.as_ref().ok_or("this QEMU takes no streams")?;
-        for socket in self.streams.drain(..) {
-            // A stream that QEMU has closed can't be shut down any more.
-            let _ = socket.shutdown(Shutdown::Both);
-        }
+        end_all(&self.streams);
         let late = connect_destination(&mut self.arrived.lock().connect()?, place)?;
-        for socket in [Some(&late.requests), late.urgent.as_ref()].into_iter().flatten() {
-            self.streams.push(socket.try_clone()?);
-        }
+        self.streams = ends_of(&late)?;
         Ok(late)
     }
 

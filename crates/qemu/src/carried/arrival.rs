@@ -1,6 +1,5 @@
 //! A QEMU that receives a carried guest.
 
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -124,19 +123,10 @@ impl Arrival {
         place: Option<&Place>,
     ) -> Result<LateStreams, QemuError> {
         self.end();
-        let made;
-        let place = match place {
-            Some(place) => place,
-            None => {
-                made = Place::new(qmp)?;
-                &made
-            }
-        };
+        let mut made = None;
+        let place = Place::given_or_new(place, &mut made, qmp)?;
         let late = reconnect::at_destination(qmp, place)?;
-        let action = "duplicate a socket";
-        let copies = [Some(&late.requests), late.urgent.as_ref()].into_iter().flatten();
-        let copies: Result<_, _> = copies.map(UnixStream::try_clone).collect();
-        self.sockets = copies.map_err(|source| QemuError::Local { action, source })?;
+        self.sockets = reconnect::ends_of(&late)?;
         Ok(late)
     }
 
@@ -230,10 +220,7 @@ impl Arrival {
 
     /// Unblocks all that wait for these streams.
     pub fn end(&self) {
-        for socket in &self.sockets {
-            // A stream that QEMU has closed can't be shut down any more.
-            let _ = socket.shutdown(Shutdown::Both);
-        }
+        reconnect::end_all(&self.sockets);
     }
 }
 

@@ -123,14 +123,8 @@ pub fn open_incoming(
         qmp.execute("migrate-incoming", order)?;
         return Ok(vec![ours]);
     }
-    let made;
-    let place = match place {
-        Some(place) => place,
-        None => {
-            made = Place::new(qmp)?;
-            &made
-        }
-    };
+    let mut made = None;
+    let place = Place::given_or_new(place, &mut made, qmp)?;
     // A socket of an earlier QEMU would be mistaken for the new one's.
     place.clear();
     let order = order(place.their_uri());

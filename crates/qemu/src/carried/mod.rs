@@ -33,7 +33,9 @@ pub use description::StreamedBlock;
 pub use description::{Description, POST_COPY};
 pub use late::FurtherChannel;
 pub use place::Place;
-pub use reconnect::{at_destination as connect_destination, at_source as connect_source};
+pub use reconnect::{
+    at_destination as connect_destination, at_source as connect_source, end_all, ends_of,
+};
 pub use retake::complete as complete_paused;
 pub use source::CarriedSource;
 

@@ -51,7 +51,22 @@ impl Place {
         Self::for_user((theirs != rustix::process::geteuid()).then_some(theirs))
     }
 
-    /// The same for a QEMU whose process is visible.
+    /// The given one, or a new one that is kept in `made`.
+    ///
+    /// # Errors
+    /// System call errors.
+    pub fn given_or_new<'a>(
+        given: Option<&'a Self>,
+        made: &'a mut Option<Self>,
+        qmp: &Qmp,
+    ) -> Result<&'a Self, QemuError> {
+        match given {
+            Some(place) => Ok(place),
+            None => Ok(made.insert(Self::new(qmp)?)),
+        }
+    }
+
+    /// The same as [`new`](Self::new) for a QEMU whose process is visible.
     ///
     /// # Errors
     /// System call errors.

@@ -6,6 +6,7 @@
 //!
 //! Source: QEMU 10.0 `docs/devel/migration/postcopy.rst`, `migration/migration.c`.
 
+use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -24,8 +25,26 @@ use crate::state;
 /// How long QEMU may take to notice that its streams have ended.
 const PAUSE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How often QEMU is asked whether it has. Another thread takes its events.
+/// How often QEMU is asked whether it has.
 const PAUSE_PERIOD: Duration = Duration::from_millis(20);
+
+/// Copies of our ends of these streams, with which they can be ended.
+///
+/// # Errors
+/// System call errors.
+pub fn ends_of(streams: &LateStreams) -> Result<Vec<UnixStream>, QemuError> {
+    let all = [Some(&streams.requests), streams.urgent.as_ref()];
+    let copies: Result<_, _> = all.into_iter().flatten().map(UnixStream::try_clone).collect();
+    copies.map_err(|source| QemuError::Local { action: "duplicate a socket", source })
+}
+
+/// Ends the streams of these sockets, and unblocks all that wait for them.
+pub fn end_all(sockets: &[UnixStream]) {
+    for socket in sockets {
+        // A stream that QEMU has closed can't be shut down any more.
+        let _ = socket.shutdown(Shutdown::Both);
+    }
+}
 
 /// Connects the source's QEMU, whose streams were ended, to `further`.
 ///
@@ -38,6 +57,7 @@ pub fn at_source(qmp: &mut Qmp, further: &FurtherChannel) -> Result<LateStreams,
         match migration["status"].as_str().unwrap_or_default() {
             "postcopy-paused" => break,
             status if status.starts_with("postcopy-") && Instant::now() < deadline => {
+                // Its events go to the thread that watches the migration, if there is one.
                 std::thread::sleep(PAUSE_PERIOD);
             }
             status if status.starts_with("postcopy-") => {
@@ -98,10 +118,11 @@ pub fn at_destination(qmp: &mut Qmp, place: &Place) -> Result<LateStreams, QemuE
     loop {
         match qmp.execute_out_of_band("migrate-recover", order.clone()) {
             Ok(_) => break,
-            // It has not noticed yet.
+            // QEMU 10.0: "Migrate recover can only be run when postcopy is paused."
             Err(QmpError::Refused { message, .. })
                 if message.contains("paused") && Instant::now() < deadline =>
             {
+                // It has not noticed yet, and its events come from the main loop.
                 std::thread::sleep(PAUSE_PERIOD);
             }
             Err(error) => return Err(error.into()),

@@ -1,6 +1,5 @@
 //! A running QEMU whose own migration the engine carries.
 
-use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -318,16 +317,9 @@ impl Reconnect for CarriedSource {
     fn reconnect(&mut self) -> Result<LateStreams, VmError> {
         let under_way = self.under_way.as_mut().ok_or("QEMU does not migrate")?;
         let further = under_way.further.as_ref().ok_or("QEMU has no further channel")?;
-        for socket in under_way.sockets.drain(..) {
-            // A stream that QEMU has closed can't be shut down any more.
-            let _ = socket.shutdown(Shutdown::Both);
-        }
+        reconnect::end_all(&under_way.sockets);
         let late = reconnect::at_source(&mut self.monitor.orders(), further)?;
-        let action = "duplicate a socket";
-        for socket in [Some(&late.requests), late.urgent.as_ref()].into_iter().flatten() {
-            let copy = socket.try_clone();
-            under_way.sockets.push(copy.map_err(|source| QemuError::Local { action, source })?);
-        }
+        under_way.sockets = reconnect::ends_of(&late)?;
         Ok(late)
     }
 }

@@ -50,6 +50,8 @@ pub enum Ask {
     IsStopped(u32),
     /// Identify the process.
     Identify(u32),
+    /// Can a later process take descriptors from the process?
+    GivesDescriptors(u32),
     /// Whether QEMU has a guest, so that it outlives the receiver.
     KeepQemu(bool),
     /// Which processes use the file behind a mapping?
@@ -82,6 +84,8 @@ pub enum Answer {
     Blocks(Vec<Option<Vec<Block>>>),
     /// Whether it is stopped.
     Stopped(bool),
+    /// Whether descriptors can be taken from it.
+    GivesDescriptors(bool),
     /// The identity of the process.
     Identity(ProcessIdentity),
     /// Who uses the file.

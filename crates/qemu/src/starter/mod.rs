@@ -173,6 +173,10 @@ impl View for LocalStarter {
         DirectView.identify(pid)
     }
 
+    fn gives_descriptors(&mut self, pid: u32) -> bool {
+        DirectView.gives_descriptors(pid)
+    }
+
     fn looker(&self) -> Looker {
         DirectView.looker()
     }

@@ -117,6 +117,10 @@ impl View for StarterProcess {
         }
     }
 
+    fn gives_descriptors(&mut self, pid: u32) -> bool {
+        matches!(self.ask(&Ask::GivesDescriptors(pid)), Ok((Answer::GivesDescriptors(true), _)))
+    }
+
     fn looker(&self) -> Looker {
         let starter = Self(Arc::clone(&self.0));
         Arc::new(move |pid| {
@@ -246,6 +250,7 @@ fn answer(starter: &mut LocalStarter, ask: Ask) -> Result<(Answer, Option<File>)
     | Ask::OpenFile(pid, _)
     | Ask::IsStopped(pid)
     | Ask::Identify(pid)
+    | Ask::GivesDescriptors(pid)
     | Ask::CreateFaults(pid)
     | Ask::Examine(pid, _) = &ask
         && !starter.is_ours(*pid)
@@ -290,6 +295,9 @@ fn answer(starter: &mut LocalStarter, ask: Ask) -> Result<(Answer, Option<File>)
         },
         Ask::IsStopped(pid) => (Answer::Stopped(starter.is_stopped(pid)), None),
         Ask::Identify(pid) => (Answer::Identity(starter.identify(pid)?), None),
+        Ask::GivesDescriptors(pid) => {
+            (Answer::GivesDescriptors(starter.gives_descriptors(pid)), None)
+        }
         Ask::OpenFaultDevice => (Answer::Done, Some(starter.fault_access().device()?)),
         Ask::CreateFaults(pid) => {
             (Answer::Done, Some(File::from(starter.fault_access().create(pid)?)))

@@ -62,7 +62,7 @@ pub fn find(receiver: &str, qmp: Option<&Path>, output: &Output) -> Result<Found
     let (mut lacking, mut all): (Vec<_>, Vec<_>) =
         found.into_iter().partition(|one| lacks_pages(&journals, one.session()));
     if let Some(one) = lacking.pop() {
-        // A person may have connected both QEMUs.
+        // It may have got its last page just before its receiver died.
         let left = if one.has_fetched_by_itself() {
             record_fetched(&journals, one.session())
                 .map_err(|error| Failure::of(Code::Internal, error))?;

@@ -191,10 +191,12 @@ fn carried_guest_outlives_the_processes_that_carry_it() {
         cases.push((kvm(), vec![Death::All, Death::All]));
     }
     in_parallel(cases, |(machine, deaths)| {
-        let mut moving = Move::until_it_fetches(machine, &[]);
+        let restricted = ["--sandbox", "require"];
+        let mut moving = Move::until_it_fetches(machine, &restricted);
         moving.send.event("serving");
         let (there, tls) = (text(&moving.there.qmp).to_owned(), moving.scene.world.tls());
-        let receive = ["receive", "--qemu", &there, "--listen", &moving.address, "--tls", &tls];
+        let link = ["receive", "--qemu", &there, "--listen", &moving.address, "--tls", &tls];
+        let receive = [&link[..], &restricted].concat();
         let mut has_guardian = true;
         for &death in &deaths {
             println!("{death:?}");
