@@ -158,6 +158,7 @@ const PLAIN: &[c::c_long] = &[
     c::SYS_mremap,
     c::SYS_madvise,
     c::SYS_membarrier,
+    SYS_CACHESTAT,
     // Threads.
     c::SYS_exit,
     c::SYS_exit_group,
@@ -198,6 +199,9 @@ const PLAIN: &[c::c_long] = &[
     // Used to wait for the end of another process; it gives no rights over that process.
     c::SYS_pidfd_open,
 ];
+
+/// It counts the pages of a file that the process has opened. The `libc` crate does not have it.
+const SYS_CACHESTAT: c::c_long = 451;
 
 /// Calls that only a process with a guest makes, with any arguments.
 const MACHINE: &[c::c_long] = &[c::SYS_memfd_create];

@@ -12,8 +12,8 @@
 //!
 //! `unsafe` is confined to `copy` (raw copies between slots and buffers), `slots` (the promise that
 //! a mapping is valid), `discard` (one `madvise`), `guest_bytes` (buffers excluded from core
-//! dumps), `pagemap` and `userfaultfd` (ioctls) and `traverse` (instructions detected at run time,
-//! and reads of the positions they have written).
+//! dumps), `pagemap` and `userfaultfd` (ioctls), `present` (one system call) and `traverse`
+//! (instructions detected at run time, and reads of the positions they have written).
 
 mod bitmap;
 mod copy;
@@ -27,6 +27,7 @@ mod map;
 pub mod pagemap;
 mod place;
 mod populated;
+mod present;
 mod room;
 mod set;
 mod sink;

@@ -57,35 +57,6 @@ impl GuestMemory {
         }
         Ok(set)
     }
-
-    /// The pages of `among` that cause no fault when they are read: those that may hold data, and
-    /// in private memory those that are mapped to the shared zero page. Of a file it looks at these
-    /// pages only, so a few runs are found fast. Slots on hugetlbfs are left out.
-    ///
-    /// # Errors
-    /// As [`populated`](Self::populated).
-    pub fn present_among(&self, among: &PageSet) -> Result<PageSet, MemoryError> {
-        let mut present = PageSet::for_memory(self);
-        for slot in self.slots().iter().filter(|slot| !slot.has_huge_pages()) {
-            let (among, found) = (among.bitmap(slot.id()), present.bitmap_mut(slot.id()));
-            match slot.backing() {
-                Backing::Private => {
-                    let mut all = PageBitmap::new(slot.pages());
-                    let any = PAGE_IS_PRESENT | PAGE_IS_SWAPPED;
-                    in_page_table(slot, Query { any, ..Query::default() }, &mut all)
-                        .map_err(MemoryError::Pagemap)?;
-                    found.set_to_intersection(&all, among);
-                }
-                Backing::File { file, offset } => {
-                    among_in_file(file, *offset, among, found).map_err(|source| {
-                        let what = "finding the data in the file";
-                        MemoryError::Slot { what, slot: slot.id(), source }
-                    })?;
-                }
-            }
-        }
-        Ok(present)
-    }
 }
 
 /// Maximum number of populated pages per slot that are sampled to estimate how many are not zero.
@@ -167,43 +138,13 @@ pub fn data_extents(
     Ok(())
 }
 
-/// Finds the data of a file in the runs of `among`, with one system call for each run in which
-/// there is none.
-fn among_in_file(
-    file: &File,
-    offset: u64,
-    among: &PageBitmap,
-    found: &mut PageBitmap,
-) -> io::Result<()> {
-    // There is none from the last start to here.
-    let mut no_data_until = 0;
-    for (first, pages) in among.runs() {
-        let run = offset + first * PAGE..offset + (first + pages) * PAGE;
-        if no_data_until < run.end {
-            no_data_until = match rustix::fs::seek(file, SeekFrom::Data(run.start)) {
-                Ok(data) => data,
-                // Only a hole follows.
-                Err(rustix::io::Errno::NXIO) => u64::MAX,
-                Err(errno) => return Err(errno.into()),
-            };
-        }
-        if no_data_until < run.end {
-            data_extents(file, no_data_until..run.end, |extent| {
-                let first = (extent.start - offset) / PAGE;
-                found.set_run(first, (extent.end - offset).div_ceil(PAGE) - first);
-            })?;
-        }
-    }
-    Ok(())
-}
-
 /// Finds pages that have one of the states `any`, and not those that were only read.
 fn written(any: u64) -> Query {
     Query { inverted: PAGE_IS_PFNZERO, all: PAGE_IS_PFNZERO, any, ..Query::default() }
 }
 
 /// Finds the pages that match in this process's page table.
-fn in_page_table(slot: &Slot, query: Query, bitmap: &mut PageBitmap) -> io::Result<()> {
+pub(crate) fn in_page_table(slot: &Slot, query: Query, bitmap: &mut PageBitmap) -> io::Result<()> {
     let pagemap = File::open("/proc/self/pagemap")?;
     let start = slot.host_address() as u64;
     let mut regions = [PageRegion::default(); 256];
@@ -264,30 +205,6 @@ mod tests {
             assert_eq!(runs, [(0, 1), (5, 3), (70_000, 1), ((1 << 21) - 1, 1)], "{kind}");
             // The search itself has populated nothing.
             assert_eq!(memory.populated().unwrap(), populated);
-        }
-    }
-
-    #[test]
-    fn present_among_finds_what_causes_no_fault() {
-        for kind in [MemoryKind::Private, MemoryKind::Memfd] {
-            let memory = memory(kind, 4096);
-            let mut among = PageSet::for_memory(&memory);
-            for (first, pages) in [(0, 2), (10, 20), (40, 1), (100, 50), (300, 1), (4095, 1)] {
-                among.bitmap_mut(SlotId(0)).set_run(first, pages);
-            }
-            for page in [1, 2, 5, 12, 13, 29, 30, 39, 41, 149, 299, 301, 4000] {
-                memory.write_at(page * PAGE, &[7]).unwrap();
-            }
-            // Reading a hole of private memory maps the shared zero page.
-            memory.read_at(40 * PAGE, &mut [0]).unwrap();
-            let present = memory.present_among(&among).unwrap();
-            let runs: Vec<_> = present.bitmap(SlotId(0)).runs().collect();
-            let mut expected = vec![(1, 1), (12, 2), (29, 1), (149, 1)];
-            // A file has a page of its own for each page that was read through a mapping.
-            expected.insert(3, (40, 1));
-            assert_eq!(runs, expected, "{kind}");
-            let all = memory.present_among(&memory.populated().unwrap()).unwrap();
-            assert!(!all.is_empty());
         }
     }
 

@@ -158,6 +158,15 @@ impl QemuSource {
         &self.machine
     }
 
+    /// Whether the guest may run at the destination before all its pages have arrived. The
+    /// destination checks this too, for its own QEMU.
+    ///
+    /// # Errors
+    /// `QemuError::FreesPages`.
+    pub fn may_use_post_copy(&self) -> Result<(), QemuError> {
+        if self.habits.gives_pages_back { Err(QemuError::FreesPages) } else { Ok(()) }
+    }
+
     /// The guest's name and UUID.
     #[must_use]
     pub fn identity(&self) -> &GuestIdentity {

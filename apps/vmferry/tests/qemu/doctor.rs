@@ -7,6 +7,13 @@ use vmferry_qemu_lab::Version;
 use crate::support::scene::{Scene, Way};
 use crate::support::{Ended, in_parallel, text};
 
+/// The level of this check for each object, in order.
+fn levels(ended: &Ended, check: &str) -> Vec<String> {
+    let findings = ended.last()["findings"].as_array().expect("findings");
+    let of_check = findings.iter().filter(|finding| finding["check"] == check);
+    of_check.map(|finding| finding["level"].as_str().unwrap().to_owned()).collect()
+}
+
 fn found<'a>(ended: &'a Ended, check: &str) -> &'a Value {
     let findings = ended.last()["findings"].as_array().expect("findings");
     let found = findings.iter().find(|finding| finding["check"] == check);
@@ -46,6 +53,21 @@ fn doctor_says_what_the_command_line_of_a_private_memory_qemu_lacks() {
 }
 
 #[test]
+fn doctor_says_which_guests_can_not_be_sent_with_post_copy() {
+    let cases = [
+        (Version::V7_2, Way::Carried, &[][..], "not as vmferry carries it"),
+        (Version::V10_0, Way::Attached, &["-device", "virtio-balloon-pci"], "it has a balloon"),
+    ];
+    in_parallel(cases.into(), |(version, way, devices, reason)| {
+        let scene = Scene::new(version, way);
+        let qemu = scene.machine.clone().with(devices).start_booted(&scene.lab, "other");
+        let ended = scene.a.run(&["doctor", "--qemu", text(&qemu.qmp)]);
+        assert_eq!(levels(&ended, "post-copy"), ["ok", "note"], "{ended:?}");
+        assert!(format!("{ended:?}").contains(reason), "{ended:?}");
+    });
+}
+
+#[test]
 fn doctor_fails_without_a_qemu() {
     let world = crate::support::World::without_certificates();
     let nowhere = world.path("none.qmp");
@@ -80,6 +102,8 @@ fn doctor_compares_both_machines_and_leaves_the_receiver_ready() {
         for _ in 0..3 {
             let ended = ask_of_both(&scene, &address);
             assert_eq!(found(&ended, "machine")["level"], "ok", "{ended:?}");
+            // This host as a destination, the guest, and the other host.
+            assert_eq!(levels(&ended, "post-copy"), ["ok", "ok", "ok"], "{ended:?}");
         }
         scene.runs_on_here();
         scene.send_at_once(&address, &[]).exited(0);

@@ -3,22 +3,19 @@
 mod carried;
 mod crashed;
 mod lost;
+mod pages;
 mod recovery;
 mod rights;
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{SeekFrom, seek};
 use serde_json::Value;
 use vmferry_qemu_lab::{Backend, Machine, Qemu, Version};
 
+use self::pages::Pages;
 use crate::support::inject::{self, Argument};
 use crate::support::scene::{Scene, Way};
 use crate::support::{Ended, Running, all, in_parallel, text};
-
-const PAGE: u64 = 4096;
 
 /// A guest on KVM that rewrites 24 MiB at random as fast as it can. It checks its memory all the
 /// time.
@@ -31,6 +28,17 @@ fn on_kvm(version: Version) -> Machine {
 fn emulated(version: Version) -> Machine {
     let machine = Machine::new(version, "dirty=24");
     Machine { backend: Backend::File, mib: 128, ..machine }
+}
+
+/// QEMU 10.0 would send a memfd itself, so its guest is carried.
+fn memfd(machine: Machine) -> Machine {
+    Machine { backend: Backend::Memfd, ..machine }
+}
+
+/// Both nodes have pages that are missing.
+fn two_nodes(machine: Machine) -> Machine {
+    let workload = machine.workload.replace("fill=16", "fill=48");
+    Machine { backend: Backend::TwoNodes, workload, ..machine }
 }
 
 /// A guest that is being moved with post-copy.
@@ -101,9 +109,14 @@ fn fetched(sent: &Ended) -> Value {
 #[test]
 fn attached_guests_fetch_their_pages() {
     let (old, new) = (Version::V7_2, Version::V10_0);
-    let mut machines = vec![on_kvm(old), emulated(new)];
+    let mut machines = vec![on_kvm(old), emulated(new), memfd(on_kvm(old)), two_nodes(on_kvm(new))];
     if all() {
-        machines.extend([on_kvm(new), emulated(old)]);
+        machines.extend([
+            on_kvm(new),
+            emulated(old),
+            memfd(emulated(old)),
+            two_nodes(emulated(new)),
+        ]);
     }
     in_parallel(machines, |machine| {
         let mut moving = Move::until_it_fetches(machine, &["--sandbox", "require"]);
@@ -118,7 +131,9 @@ fn attached_guests_fetch_their_pages() {
 
 #[test]
 fn restarted_receiver_fetches_the_rest() {
-    in_parallel(vec![on_kvm(Version::V10_0), emulated(Version::V10_0)], |machine| {
+    let (old, new) = (Version::V7_2, Version::V10_0);
+    let machines = [on_kvm(new), emulated(new), memfd(emulated(old)), two_nodes(on_kvm(new))];
+    in_parallel(machines.into(), |machine| {
         let mut moving = Move::until_it_fetches(machine, &[]);
         moving.receiving.kill();
         assert!(lacks_pages(moving.there.child.id()), "QEMU has kept its userfaultfd");
@@ -168,34 +183,16 @@ fn close_userfaultfds(pid: u32) {
     }
 }
 
-/// The pages of a memory file that are not there.
-fn missing(file: &File) -> Vec<u64> {
-    let pages = file.metadata().unwrap().len() / PAGE;
-    (0..pages).filter(|page| !is_there(file, *page)).collect()
-}
-
-fn is_there(file: &File, page: u64) -> bool {
-    // Fails behind the last data.
-    seek(file, SeekFrom::Data(page * PAGE)).is_ok_and(|at| at == page * PAGE)
-}
-
-fn content(file: &File, page: u64) -> [u8; PAGE as usize] {
-    let mut bytes = [0; PAGE as usize];
-    file.read_exact_at(&mut bytes, page * PAGE).unwrap();
-    bytes
-}
-
 /// The control of all tests above: without the userfaultfd in QEMU, a missing page reads as zeros.
 #[test]
 fn page_is_lost_if_the_userfaultfd_is_closed_and_the_next_receiver_says_so() {
     let mut moving = Move::until_it_fetches(on_kvm(Version::V10_0), &[]);
     moving.receiving.kill();
-    let open = |qemu: &Qemu| File::open(&qemu.memory_files()[0]).unwrap();
-    let (here, there) = (open(&moving.scene.here), open(&moving.there));
-    let missing = missing(&there);
+    let [here, there] =
+        [&moving.scene.here, &moving.there].map(|qemu| Pages::of(qemu, &moving.scene.machine));
+    let missing = there.missing();
     close_userfaultfds(moving.there.child.id());
-    let is_lost =
-        |page: &u64| is_there(&there, *page) && content(&there, *page) != content(&here, *page);
+    let is_lost = |page: &u64| there.is_there(*page) && there.content(*page) != here.content(*page);
     // The guest touches a missing page sooner or later. Nothing tells when.
     let deadline = Instant::now() + Duration::from_secs(60);
     while !missing.iter().any(is_lost) {

@@ -22,6 +22,11 @@ pub struct HostFacts {
     pub cpu_flags: Vec<String>,
     /// Whether guests can run on KVM.
     pub kvm: Option<bool>,
+    /// Whether guests may run there before all their pages have arrived: whether the receiver may
+    /// handle the kernel's faults.
+    pub post_copy: Option<bool>,
+    /// Why it may not.
+    pub no_post_copy: Option<String>,
     /// Whether journals are on a disk whose content survives a reboot.
     pub journals_on_disk: Option<bool>,
     /// The congestion control algorithm of new TCP connections.

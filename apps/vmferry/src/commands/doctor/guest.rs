@@ -27,6 +27,8 @@ pub struct Guest {
     pub on_kvm: Option<bool>,
     /// Its CPU model, such as `qemu64`; `None` if it sees the host's.
     pub cpu_model: Option<String>,
+    /// Whether it is a QEMU's that can't be attached, so that QEMU itself handles missing pages.
+    pub is_carried: bool,
     /// What a migration would tell the other host's VMM about it, if this process can read it.
     pub machine: Option<GuestDescription>,
 }
@@ -65,6 +67,7 @@ pub fn own(name: &str, findings: &mut Findings) -> Result<Option<Guest>, Failure
         memory_kind: text("memory_kind").parse().ok(),
         on_kvm: Some(text("guest") == "kvm"),
         cpu_model: None,
+        is_carried: false,
         machine: None,
     }))
 }
@@ -144,6 +147,21 @@ pub fn of_qemu(qmp: &Path, findings: &mut Findings) -> Option<Guest> {
             findings.note("throttle", &object, format!("--throttle does not work: {error}"))
         }
     }
+    let is_carried = matches!(reached, Reached::Carried { .. });
+    let post_copy = match &mut reached {
+        Reached::Attached(source) => source.may_use_post_copy().map_err(|error| chain(&error)),
+        Reached::Carried { source, .. } => {
+            let allowed = source.allow_post_copy().map_err(|error| chain(error.as_ref()));
+            source.forbid_post_copy();
+            allowed
+        }
+    };
+    match post_copy {
+        Ok(()) => findings.ok("post-copy", &object, "its guest can be sent with --post-copy"),
+        Err(error) => {
+            findings.note("post-copy", &object, format!("--post-copy does not work: {error}"));
+        }
+    }
     let (machine, memory_bytes, description) = match &reached {
         Reached::Attached(source) => {
             let bytes = source.ram().carried().map(|block| block.bytes).sum();
@@ -165,5 +183,13 @@ pub fn of_qemu(qmp: &Path, findings: &mut Findings) -> Option<Guest> {
     }
     let cpu_model = machine.cpu.clone().filter(|model| model != "host" && model != "max");
     let machine = Some(description);
-    Some(Guest { identity, memory_bytes, memory_kind: None, on_kvm: None, cpu_model, machine })
+    Some(Guest {
+        identity,
+        memory_bytes,
+        memory_kind: None,
+        on_kvm: None,
+        cpu_model,
+        is_carried,
+        machine,
+    })
 }

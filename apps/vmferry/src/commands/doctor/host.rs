@@ -11,7 +11,7 @@ use vmferry::chain;
 use vmferry::config::policy::Policy;
 use vmferry::probe::HostFacts;
 use vmferry_dirty::UffdLog;
-use vmferry_faults::FaultDescriptor;
+use vmferry_faults::{FaultDescriptor, FaultError};
 use vmferry_memory::{GuestMemory, MemoryKind, PAGE_SIZE, SlotId, SlotLayout};
 
 pub use self::journals::journals_on_disk;
@@ -88,20 +88,24 @@ fn look_at_kernel(host: &HostFacts, findings: &mut Findings) {
 }
 
 /// Whether a guest may be received here before it has all its pages: KVM's faults are the kernel's.
+pub fn post_copy() -> Result<(), FaultError> {
+    FaultDescriptor::open(PAGE_SIZE as u64).map(drop)
+}
+
 fn look_at_post_copy(host: &HostFacts, findings: &mut Findings) {
     let kernel = host.kernel.as_deref().unwrap_or("unknown");
     let object = format!("Linux {kernel}");
-    match FaultDescriptor::open(PAGE_SIZE as u64) {
-        Ok(_) => findings.ok(
+    match &host.no_post_copy {
+        None => findings.ok(
             "post-copy",
             object,
             "has userfaultfd for the kernel's faults too, and this user may use it",
         ),
-        Err(error) => findings.bad(
+        Some(why) => findings.bad(
             "post-copy",
             Level::Note,
             object,
-            chain(&error),
+            why,
             "without it this host receives guests with pre-copy only",
         ),
     }

@@ -11,6 +11,7 @@ use std::fmt;
 use comfy_table::{ContentArrangement, Table, presets};
 use serde::Serialize;
 use serde_json::{Value, json};
+use vmferry::chain;
 use vmferry::probe::HostFacts;
 
 use crate::args::DoctorOptions;
@@ -150,6 +151,8 @@ fn look(
 pub fn this_host() -> HostFacts {
     let mut host = HostFacts::of_this_host();
     host.kvm = Some(vmferry_microvm::kvm::KvmBackend::available().is_ok());
+    host.no_post_copy = host::post_copy().err().map(|error| chain(&error));
+    host.post_copy = Some(host.no_post_copy.is_none());
     host.journals_on_disk = host::journals_on_disk();
     host
 }

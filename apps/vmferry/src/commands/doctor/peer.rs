@@ -128,6 +128,9 @@ impl Asking<'_> {
             look_at_machine(name, &guest.identity, &probed, findings);
         }
         look_at_host(name, &probed.host, host, guest, findings);
+        if program == Program::Receiver {
+            look_at_post_copy(name, &probed.host, guest, findings);
+        }
         if let Some(link) = &probed.link {
             look_at_clock(name, link, options.tls.clock_skew, findings);
             look_at_link(to, link, !options.no_load, guest, findings);
@@ -290,6 +293,36 @@ fn look_at_host(
     }
 }
 
+/// Whether a guest may run there before all its pages have arrived. The daemon's rights say nothing
+/// about it: libvirt starts the QEMU.
+fn look_at_post_copy(
+    name: &str,
+    theirs: &HostFacts,
+    guest: Option<&Guest>,
+    findings: &mut Findings,
+) {
+    // QEMU handles the missing pages of a carried guest itself.
+    let needed = match guest {
+        Some(guest) if guest.is_carried => "; the user of the QEMU there needs the same right",
+        _ => "",
+    };
+    match (theirs.post_copy, &theirs.no_post_copy) {
+        (Some(true), _) => findings.ok(
+            "post-copy",
+            name,
+            format!("its receiver may use userfaultfd for the kernel's faults{needed}"),
+        ),
+        (Some(false), why) => findings.bad(
+            "post-copy",
+            Level::Note,
+            name,
+            why.as_deref().unwrap_or("its receiver may not use userfaultfd"),
+            format!("without it guests arrive there with pre-copy only{needed}"),
+        ),
+        (None, _) => {}
+    }
+}
+
 fn look_at_processors(
     name: &str,
     theirs: &HostFacts,
@@ -415,6 +448,20 @@ mod tests {
         let mut findings = Findings::default();
         look_at_processors("b", &host(&["avx", "sse"]), &host(&["avx"]), None, &mut findings);
         assert_eq!(findings.worst(), Level::Ok);
+    }
+
+    #[test]
+    fn post_copy_is_a_note_with_the_reason_if_the_receiver_may_not() {
+        let look = |post_copy, no_post_copy: Option<&str>| {
+            let mut findings = Findings::default();
+            let no_post_copy = no_post_copy.map(str::to_owned);
+            let host = HostFacts { post_copy, no_post_copy, ..HostFacts::default() };
+            look_at_post_copy("b", &host, None, &mut findings);
+            findings.0.pop().map(|found| (found.level, found.why))
+        };
+        assert_eq!(look(None, None), None);
+        assert_eq!(look(Some(true), None).unwrap().0, Level::Ok);
+        assert_eq!(look(Some(false), Some("no")), Some((Level::Note, "no".into())));
     }
 
     #[test]

@@ -2,15 +2,17 @@
 //! says, and how its operator gives the guest up.
 
 use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use vmferry_qemu::wait_for_end;
-use vmferry_qemu_lab::{Qemu, Version};
+use vmferry_qemu_lab::Version;
 
 use super::carried::private;
-use super::{Move, PAGE, content, emulated, is_there, on_kvm};
+use super::pages::{Content, PAGE, Pages};
+use super::{Move, emulated, on_kvm};
 use crate::support::stops::{Stopped, guardian_of};
 use crate::support::{Ended, in_parallel, run_ok, text};
 
@@ -39,16 +41,14 @@ impl Move {
     }
 }
 
-/// The pages of a guest's memory at the destination; `None` for those that are not there. The QEMU
-/// must be stopped, so that they stay as they are.
-fn pages_of(qemu: &Qemu) -> Vec<Option<[u8; PAGE as usize]>> {
-    let file = File::open(&qemu.memory_files()[0]).unwrap();
-    let pages = file.metadata().unwrap().len() / PAGE;
-    (0..pages).map(|page| is_there(&file, page).then(|| content(&file, page))).collect()
+fn content(saved: &File, page: u64) -> Content {
+    let mut bytes = [0; PAGE as usize];
+    saved.read_exact_at(&mut bytes, page * PAGE).unwrap();
+    bytes
 }
 
 /// Checks what was saved of the memory: every page that was there, and no other.
-fn check_dump(directory: &Path, ended: &Ended, memory: &[Option<[u8; PAGE as usize]>]) {
+fn check_dump(directory: &Path, ended: &Ended, memory: &[Option<Content>]) {
     let list = std::fs::read(directory.join("memory.json")).unwrap();
     let list: Value = serde_json::from_slice(&list).unwrap();
     assert_eq!(list["about"]["guest"]["name"], "tested", "{list}");
@@ -115,7 +115,7 @@ fn guest_without_a_receiver_is_seen_and_given_up() {
     moving.scene.b.run(&["resolve", "tested", "--give-up"]).failed(2, "FIRST make sure");
     assert!(moving.there.child.try_wait().unwrap().is_none(), "nobody has confirmed it");
     let stopped = Stopped::now(moving.there.child.id());
-    let memory = pages_of(&moving.there);
+    let memory = Pages::of(&moving.there, &moving.scene.machine).all();
     let directory = moving.scene.world.path("dump");
     let ended = moving.give_up(&["--dump", text(&directory)]).exited(0);
     drop(stopped);

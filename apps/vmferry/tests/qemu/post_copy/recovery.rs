@@ -1,16 +1,17 @@
-//! Processes that die and links that break while attached guests fetch their pages, at seeded
+//! Processes that die and links that break while guests of QEMU fetch their pages, at seeded
 //! moments.
 
-use std::fs::File;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, kill_process};
 use vmferry_qemu::wait_for_end;
-use vmferry_qemu_lab::{Machine, Qemu, Version};
+use vmferry_qemu_lab::{Backend, Machine, Qemu, Version};
 
-use super::{PAGE, content, emulated, is_there, lacks_pages, missing, on_kvm};
+use super::carried::private;
+use super::pages::{PAGE, Pages};
+use super::{emulated, lacks_pages, on_kvm};
 use crate::support::proxy::Proxy;
 use crate::support::scene::{Scene, Way};
 use crate::support::stops::guardian_of;
@@ -52,25 +53,25 @@ struct Fetching {
     send: Option<Child>,
     guardian: Option<u32>,
     /// The guest's memory at the destination.
-    memory: File,
+    memory: Pages,
     /// The pages that were missing when the guest had started.
     missing: Vec<u64>,
 }
 
 impl Fetching {
     fn begin(machine: Machine) -> Self {
-        let mut scene = Scene::of(machine, Way::Attached);
+        let is_carried = machine.backend == Backend::Private;
+        let mut scene = Scene::of(machine, if is_carried { Way::Carried } else { Way::Attached });
         let (there, mut receiving, address) = scene.receive_plain();
         let proxy = Proxy::holding(&address, "127.0.0.1", None);
         let send = Some(send(&scene, &proxy.address));
         receiving.event("fetching");
         let guardian = send.as_ref().map(|send| guardian_of(send.id()));
-        let open = |qemu: &Qemu| File::open(&qemu.memory_files()[0]).unwrap();
-        let (source, memory) = (open(&scene.here), open(&there));
+        let [source, memory] = [&scene.here, &there].map(|qemu| Pages::of(qemu, &scene.machine));
         // A page of zeros is not missing, and stays a hole.
-        let is_zero = |page: &u64| content(&source, *page) == [0; PAGE as usize];
+        let is_zero = |page: &u64| source.content(*page) == [0; PAGE as usize];
         let missing: Vec<u64> =
-            missing(&memory).into_iter().filter(|page| !is_zero(page)).collect();
+            memory.missing().into_iter().filter(|page| !is_zero(page)).collect();
         assert!(missing.len() > 2000, "{} pages are missing", missing.len());
         Self { scene, there, address, proxy, receiving, send, guardian, memory, missing }
     }
@@ -80,7 +81,7 @@ impl Fetching {
         let most = (self.missing.len() as f64 * (1.0 - share)) as usize;
         let deadline = Instant::now() + PATIENCE;
         loop {
-            let are_missing = self.missing.iter().filter(|page| !is_there(&self.memory, **page));
+            let are_missing = self.missing.iter().filter(|page| !self.memory.is_there(**page));
             let missing = are_missing.count();
             if missing <= most {
                 return missing;
@@ -184,17 +185,26 @@ fn send(scene: &Scene, address: &str) -> Child {
     command.stdout(Stdio::null()).spawn().unwrap()
 }
 
-/// Each migration has three faults, on KVM and emulated in turn.
+type MakeMachine = fn() -> Machine;
+
+/// The guests of the migrations, in turn.
+const GUESTS: [(&str, MakeMachine); 5] = [
+    ("attached, KVM", || on_kvm(Version::V10_0)),
+    ("carried, KVM", || private(on_kvm(Version::V10_0))),
+    ("attached, emulated", || emulated(Version::V10_0)),
+    ("attached, KVM", || on_kvm(Version::V10_0)),
+    ("carried, emulated", || private(emulated(Version::V10_0))),
+];
+
+/// Each migration has three faults.
 #[test]
 fn faults_lose_no_guest_that_fetches_and_no_page() {
     let plans = Plan::all(3, 16, &FAULTS);
     let (migrations, tally) = (plans.len(), Mutex::new(Tally::default()));
     several_at_once(4, plans, |plan| {
-        let on_kvm_now = plan.seed % 3 != 2;
-        let guest = if on_kvm_now { "attached, KVM" } else { "attached, emulated" };
+        let (guest, machine) = GUESTS[plan.seed as usize % GUESTS.len()];
         println!("{guest}: {plan:?}");
-        let make = if on_kvm_now { on_kvm } else { emulated };
-        let mut fetching = Fetching::begin(make(Version::V10_0));
+        let mut fetching = Fetching::begin(machine());
         for strike in &plan.strikes {
             // What strikes after the last page is no fault of a fetch.
             if fetching.await_share(strike.arrived) > 0 && fetching.strike(strike) {

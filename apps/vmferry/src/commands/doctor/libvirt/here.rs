@@ -170,6 +170,7 @@ fn look_at_guest(
         memory_kind: definition.has_huge_pages.then_some(MemoryKind::Hugetlb),
         on_kvm: Some(definition.accelerator == Accelerator::Kvm),
         cpu_model: definition.cpu_model(),
+        is_carried: true,
     }))
 }
 
