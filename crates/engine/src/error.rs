@@ -112,13 +112,14 @@ pub enum MigrateError {
         /// The session.
         session: SessionId,
     },
-    /// The guest's VMM at the source has ended while the destination lacked pages.
+    /// The guest's VMM at the source has ended while the destination lacked pages, or its own
+    /// post-copy has failed.
     #[error(
         "the guest at the destination has lost the pages that it had not fetched yet, and waits \
-         for them: its VMM at the source has ended"
+         for them: its VMM at the source can't send them any more"
     )]
     PagesLost {
-        /// What the VMM's end looks like.
+        /// Why it can't.
         source: VmError,
     },
     /// The guest has crashed at the destination while it lacked pages. Its VMM is a process of its

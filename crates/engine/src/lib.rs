@@ -67,6 +67,6 @@ pub use config::{DestinationConfig, SourceConfig, Timeouts};
 pub use error::{Compared, ErrorClass, MigrateError};
 pub use vmferry_handover::{Resume, VmError};
 pub use vmm::{
-    DestinationVm, GuestDescription, HarvestGuard, Landing, PoweredOff, PrepareError, SourceVm,
-    StateEstimate,
+    DestinationVm, GuestDescription, HarvestGuard, Landing, PostCopyFailed, PoweredOff,
+    PrepareError, SourceVm, StateEstimate,
 };

@@ -45,7 +45,7 @@ pub trait Reconnect {
     /// Ends the VMM's streams, as far as they have not ended, and connects it to new ones.
     ///
     /// # Errors
-    /// The VMM's error. It can be tried again.
+    /// The VMM's error. It can be tried again, unless the error says otherwise.
     fn reconnect(&mut self) -> Result<Self::Streams, VmError>;
 }
 

@@ -202,9 +202,9 @@ impl AbandonedQemu {
 }
 
 /// Whether vmferry pauses such a guest by `stop`, the command that others use too: for its whole
-/// migration, or for each harvest.
+/// migration, before its post-copy, or for each harvest.
 fn stops_guest(qmp: &mut Qmp) -> Result<bool, QemuError> {
-    if guest::loses_writes(qmp)? {
+    if guest::loses_writes(qmp)? || settings::may_use_post_copy(qmp)? {
         return Ok(true);
     }
     if !(Disks { pin_pages: true }).stop_the_guest(qmp.version()) {

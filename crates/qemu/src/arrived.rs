@@ -12,6 +12,7 @@ use std::fs::OpenOptions;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use serde_json::json;
 use vmferry_handover::journal::{self, LaterSession};
@@ -35,6 +36,8 @@ pub struct Arrived {
     session: SessionId,
     receiver: String,
     process: ProcessIdentity,
+    /// The process, for one that will not see it in `/proc` any more.
+    handle: Option<OwnedFd>,
     monitor: PathBuf,
     connection: Option<KeptConnection>,
     /// The client's end of this connection, if QEMU has kept it.
@@ -70,12 +73,14 @@ impl Arrived {
             if one.receiver != receiver {
                 continue;
             }
+            // Taken first: then it is of the process that lives.
+            let handle = pidfd(one.pid()).ok();
             if !one.process.lives() {
                 let _ = std::fs::remove_file(&one.path);
             } else {
                 let order = journal::order_of(journals, one.session)
                     .map_err(|error| failed(SESSIONS)(io::Error::other(error)))?;
-                found.push((order, one.taking_connection()));
+                found.push((order, Self { handle, ..one.taking_connection() }));
             }
         }
         found.sort_by_key(|(order, _)| *order);
@@ -133,6 +138,7 @@ impl Arrived {
             session,
             receiver,
             process,
+            handle: None,
             monitor,
             connection,
             kept: None,
@@ -307,6 +313,13 @@ impl Arrived {
         }
     }
 
+    /// Whether the process still runs. One that was found is not looked for in `/proc`: with
+    /// systemd's `ProtectProc=invisible` (hidepid), a sandboxed process sees only itself there.
+    fn lives(&self) -> bool {
+        let Some(handle) = &self.handle else { return self.process.lives() };
+        has_ended_within(handle, Duration::ZERO).is_ok_and(|has_ended| !has_ended)
+    }
+
     fn connect(&self) -> Result<Qmp, QemuError> {
         if let (Some(kept), Some(connection)) = (&self.kept, &self.connection) {
             let action = "duplicate the connection to QEMU";
@@ -319,7 +332,7 @@ impl Arrived {
             Some(found) if found == wanted => Ok(qmp),
             Some(found) => Err(QemuError::Another { found, wanted }),
             // A sandboxed process can only see that the QEMU of the note is still running.
-            None if self.process.lives() => Ok(qmp),
+            None if self.lives() => Ok(qmp),
             None => Err(QemuError::Unseen { path: self.monitor.clone() }),
         }
     }

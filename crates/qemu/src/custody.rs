@@ -135,6 +135,27 @@ impl Qmp {
         Ok(())
     }
 
+    /// Pauses the guest before QEMU is told to start its own post-copy. QEMU 10.0 continues a guest
+    /// that ran when its migration stopped it, if its streams end while it sends the last page: the
+    /// destination runs the guest by then. A guest that was paused before stays paused. Source:
+    /// QEMU 10.0 `migration/migration.c`, `migration_iteration_finish`.
+    ///
+    /// # Errors
+    /// QMP errors, and that QEMU's migration has stopped the guest first.
+    pub(crate) fn pause_for_post_copy(&mut self) -> Result<(), QemuError> {
+        if self.status()? != "finish-migrate" {
+            self.pause_guest()?;
+        }
+        match self.status()?.as_str() {
+            found @ "finish-migrate" => Err(QemuError::State {
+                found: found.into(),
+                wanted: "running until its post-copy begins. It has come to the end of its \
+                         pre-copy at this very moment: send the guest again",
+            }),
+            _ => Ok(()),
+        }
+    }
+
     /// Continues a guest that [`pause_guest`](Self::pause_guest) has paused, unless another client
     /// has paused it meanwhile, or its I/O has failed.
     ///

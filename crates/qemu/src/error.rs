@@ -135,6 +135,16 @@ pub enum QemuError {
         #[source]
         printed: Option<Told>,
     },
+    /// QEMU's own post-copy has failed. Its guest stays paused, and what the destination lacks is
+    /// lost.
+    #[error("QEMU has given its post-copy up: {}", shown(reason))]
+    PostCopyFailed {
+        /// QEMU's reason.
+        reason: String,
+        /// What this means for the guest.
+        #[source]
+        source: vmferry::PostCopyFailed,
+    },
     /// QEMU has ended while it received a guest.
     #[error(
         "QEMU could not take the guest and has ended{}",
@@ -359,6 +369,7 @@ impl QemuError {
             | Self::SentAgain { .. }
             | Self::MayBeGiven { .. }
             | Self::GivenUp { .. }
+            | Self::PostCopyFailed { .. }
             | Self::EndedTaking { .. }
             | Self::SameFile { .. }
             | Self::FileInUse { .. }

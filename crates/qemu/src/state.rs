@@ -152,6 +152,15 @@ pub fn given_up(qmp: &mut Qmp) -> Result<QemuError, QemuError> {
     Ok(QemuError::GivenUp { reason: reason(qmp)?, printed: None })
 }
 
+/// The error for a post-copy that QEMU has given up by itself.
+///
+/// # Errors
+/// QMP errors.
+pub fn post_copy_failed(qmp: &mut Qmp) -> Result<QemuError, QemuError> {
+    let (reason, source) = (reason(qmp)?, vmferry::PostCopyFailed);
+    Ok(QemuError::PostCopyFailed { reason, source })
+}
+
 /// How long ago an event was, by its timestamp.
 pub fn age(timestamp: &Value) -> Option<Duration> {
     let at = Duration::from_secs(timestamp["seconds"].as_u64()?)

@@ -4,10 +4,10 @@
 //! resumed. A destination VMM allocates memory of the announced layout, loads the state and runs
 //! the guest. The engine never interprets the device state and does not depend on the hypervisor.
 
+mod causes;
 pub mod free_pages;
 pub mod left;
 pub mod newer;
-mod powered_off;
 pub mod storage;
 pub mod streamed;
 pub mod told;
@@ -22,8 +22,8 @@ use vmferry_faults::FaultRanges;
 use vmferry_handover::{GuestIdentity, Resume, SessionId, VmError};
 use vmferry_memory::{GuestBytes, GuestMemory, SlotLayout};
 
+pub use self::causes::{PostCopyFailed, PoweredOff};
 use self::free_pages::FreePages;
-pub use self::powered_off::PoweredOff;
 use self::storage::{DestinationStorage, SourceStorage};
 use self::streamed::{LateEnd, LateStreams};
 

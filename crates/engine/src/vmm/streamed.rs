@@ -104,7 +104,7 @@ pub enum StreamEvent {
     /// The VMM has aborted its migration: the guest runs, or can be resumed. With post-copy, it
     /// can't send pages for now.
     Failed(VmError),
-    /// The VMM has ended, and the guest's memory here with it.
+    /// The VMM has ended, and the guest's memory here with it, or its post-copy has failed for good.
     Ended(VmError),
 }
 
@@ -184,7 +184,7 @@ pub trait StreamedVm: Resume + Reconnect<Streams = LateStreams> {
     /// [`StreamEvent::Stopped`] follows.
     ///
     /// # Errors
-    /// The VMM's error. Nothing has changed then.
+    /// The VMM's error. The guest may be paused then, and the migration ends.
     fn begin_post_copy(&mut self) -> Result<(), VmError> {
         Err("its VMM has no post-copy that can be carried".into())
     }

@@ -63,6 +63,8 @@ pub fn at_source(qmp: &mut Qmp, further: &FurtherChannel) -> Result<LateStreams,
             status if status.starts_with("postcopy-") => {
                 return Err(qmp.timed_out("pause its post-copy", PAUSE_TIMEOUT).into());
             }
+            // QEMU 10.0 does not pause a post-copy whose last page it has sent.
+            "failed" | "cancelled" => return Err(state::post_copy_failed(qmp)?),
             status => {
                 let found = if status.is_empty() { "not migrating" } else { status };
                 return Err(QemuError::State {

@@ -412,6 +412,7 @@ impl StreamedVm for CarriedSource {
 
     fn begin_post_copy(&mut self) -> Result<(), VmError> {
         let mut qmp = self.monitor.orders();
+        qmp.pause_for_post_copy()?;
         qmp.execute("migrate-start-postcopy", json!({})).map_err(QemuError::from)?;
         drop(qmp);
         if let Some(under_way) = &mut self.under_way {

@@ -48,6 +48,8 @@ pub struct Begun {
 struct Watcher {
     over: Arc<AtomicBool>,
     begun: Begun,
+    /// Since when vmferry or QEMU's migration has paused the guest.
+    stopped: Option<Instant>,
     /// QEMU has stopped the guest.
     held: bool,
     /// The guest runs at the destination, or is about to, and lacks pages.
@@ -58,6 +60,14 @@ struct Watcher {
     asleep: Option<Instant>,
     /// That it is stopped was reported.
     told: bool,
+}
+
+impl Begun {
+    /// The time of an event, by the clock that QEMU stamps events with, which can be set meanwhile.
+    fn since(&self, timestamp: &Value) -> Instant {
+        let age = state::age(timestamp).unwrap_or_default();
+        Instant::now().checked_sub(age).map_or(self.at, |since| since.max(self.at))
+    }
 }
 
 impl Watch {
@@ -73,6 +83,7 @@ impl Watch {
         let over = Arc::new(AtomicBool::new(false));
         let mut watcher = Watcher {
             over: Arc::clone(&over),
+            stopped: begun.stopped,
             begun,
             held: false,
             post_copy: false,
@@ -188,25 +199,31 @@ impl Watcher {
         qmp.must_be_alive()?;
         let events = events?;
         let last_pass = events.iter().rposition(|event| event["event"] == "MIGRATION_PASS");
-        let mut stopped = None;
         let mut news = Vec::new();
         for (at, event) in events.iter().enumerate() {
             match event["event"].as_str() {
                 Some("STOP") => {
-                    stopped = state::age(&event["timestamp"]);
                     // QEMU does not answer while it sends the last pages.
                     if !self.held {
                         qmp.heard_stop()?;
                     }
+                    if !qmp.is_paused_by_others() {
+                        self.stopped.get_or_insert(self.begun.since(&event["timestamp"]));
+                    }
                 }
+                Some("RESUME") => self.stopped = None,
                 // The last pass is not queried: QEMU does not answer until it is done.
                 Some("MIGRATION_PASS") if Some(at) == last_pass && !self.held => {
                     news.extend(self.pass(qmp, &event["data"]["pass"])?);
                 }
                 Some("MIGRATION") => match event["data"]["status"].as_str() {
-                    Some("pre-switchover") => news.push(self.stopped(qmp, stopped)?),
+                    Some("pre-switchover") => news.push(self.stopped(qmp)?),
                     Some("postcopy-active") => self.post_copy = true,
                     Some("completed") => news.push(StreamEvent::Completed),
+                    // It can't be connected again. The guest stays paused.
+                    Some("failed" | "cancelled") if self.post_copy => {
+                        news.push(StreamEvent::Ended(state::post_copy_failed(qmp)?.into()));
+                    }
                     Some("failed" | "cancelled") => {
                         news.push(StreamEvent::Failed(state::given_up(qmp)?.into()));
                     }
@@ -233,17 +250,14 @@ impl Watcher {
         Ok(Some(StreamEvent::Pass { number, pages, dirty_pages_per_s }))
     }
 
-    /// The guest has been paused for `age`, by the clock that QEMU stamps events with, which can be
-    /// set meanwhile.
-    fn stopped(&mut self, qmp: &mut Qmp, age: Option<Duration>) -> Result<StreamEvent, QmpError> {
+    /// QEMU has paused the guest, or has found it paused.
+    fn stopped(&mut self, qmp: &mut Qmp) -> Result<StreamEvent, QmpError> {
         self.held = true;
         let migration = qmp.execute("query-migrate", json!({}))?;
         let expected = migration["expected-downtime"].as_u64().unwrap_or_default();
         let left = migration["ram"]["remaining"].as_u64().unwrap_or_default();
-        let since_begun = self.begun.at.elapsed();
-        let age = age.map_or(Duration::ZERO, |age| age.min(since_begun));
         Ok(StreamEvent::Stopped {
-            stood_still: self.begun.stopped.map_or(age, |at| at.elapsed()),
+            stood_still: self.stopped.map_or(Duration::ZERO, |since| since.elapsed()),
             expected_downtime: Duration::from_millis(expected),
             pages: left / PAGE_SIZE as u64,
         })

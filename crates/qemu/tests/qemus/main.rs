@@ -3,6 +3,7 @@
 
 mod carried;
 mod carried_guests;
+mod carried_post_copy;
 mod carrying;
 mod carrying_faults;
 mod changes;

@@ -23,7 +23,7 @@ use vmferry_transport::Ticket;
 use vmferry_wire::SessionId;
 
 use super::hook::{Call, Hook, Outcome};
-use super::kept::report_kept;
+use super::kept::{report_kept, stays_after};
 use super::service::QemuService;
 use crate::commands::link::dialer;
 use crate::exit::{Code, Failure};
@@ -239,7 +239,7 @@ fn take_over(order: &GuardOrder, undecided: Undecided, output: &Output) -> Resul
         }
         Recovered::Lost(qemu, error) => {
             output.note(vmferry::chain(&error));
-            if !order.keep_source {
+            if !order.keep_source && !stays_after(&error, output) {
                 report_kept(&end(&qemu, &mut asleep)?, output);
             }
         }

@@ -2,6 +2,7 @@
 //! and a QEMU that could not be quit.
 
 use serde_json::json;
+use vmferry::MigrateError;
 use vmferry_qemu::{QemuError, Release};
 
 use crate::output::Output;
@@ -22,4 +23,17 @@ pub(super) fn report_not_ended(error: &QemuError, output: &Output) {
     output.event(&json!({ "event": "not-ended", "reason": reason }), || {
         format!("the source's QEMU could not be quit; do not resume its guest: {reason}")
     });
+}
+
+/// Whether the source's QEMU stays after this loss: unless it has ended, it has the only copy of
+/// the pages that the guest has lost.
+pub(super) fn stays_after(lost: &MigrateError, output: &Output) -> bool {
+    let stays = matches!(lost, MigrateError::PagesLost { .. });
+    if stays {
+        output.note(
+            "the source's QEMU is not ended: if it lives, it is paused and has the only copy of \
+             these pages. `quit` by QMP ends it",
+        );
+    }
+    stays
 }

@@ -62,6 +62,7 @@ impl From<QemuError> for Failure {
             | QemuError::Ended { .. }
             | QemuError::EndedTaking { .. }
             | QemuError::GivenUp { .. }
+            | QemuError::PostCopyFailed { .. }
             | QemuError::Local { .. } => Code::Internal,
         };
         Self::of(code, error)

@@ -19,7 +19,7 @@ use super::found::{Found, Moved, NotMoved};
 use super::guard::{GuardOrder, Guardian};
 use super::hook::{Call, Hook, Outcome, Phase, Side};
 use super::hooked::{Gate, SwitchoverRelease};
-use super::kept::{report_kept, report_not_ended};
+use super::kept::{report_kept, report_not_ended, stays_after};
 use super::service::QemuService;
 use super::settle::Settling;
 use crate::args::SendOptions;
@@ -139,6 +139,8 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
             let recorded = stats.as_ref().clone().sparse();
             let mut stats = json!(stats);
             stats["qemu"] = facts;
+            let stays = options.keep_source
+                || lost.as_ref().is_some_and(|error| stays_after(error, output));
             let lost = lost.map(Failure::from);
             progress.finish(lost.as_ref().map_or(Ok(&stats), Err));
             // Before QEMU ends, because a manager may be watching it.
@@ -146,7 +148,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
                 gate.run_after(Outcome::Moved);
             }
             // An error does not fail the migration: the guest runs at the destination.
-            let ended = if options.keep_source { Ok(Release::default()) } else { quit() };
+            let ended = if stays { Ok(Release::default()) } else { quit() };
             if let Err(error) = &ended {
                 report_not_ended(error, output);
             }

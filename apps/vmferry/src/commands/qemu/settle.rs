@@ -14,7 +14,7 @@ use vmferry_transport::{Dialer, Ticket};
 use vmferry_wire::{GuestIdentity, SessionId};
 
 use super::guard::{note_interrupted_post_copy, unread};
-use super::kept::{report_kept, report_not_ended};
+use super::kept::{report_kept, report_not_ended, stays_after};
 use super::service::QemuService;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -73,7 +73,10 @@ impl Settling<'_> {
                     return Ok(Some(session));
                 }
                 Recovered::Lost(qemu, error) if is_its => {
-                    if !keep_source && let Err(error) = qemu.leave() {
+                    if !keep_source
+                        && !stays_after(&error, output)
+                        && let Err(error) = qemu.leave()
+                    {
                         report_not_ended(&error, output);
                     }
                     return Err(error.into());

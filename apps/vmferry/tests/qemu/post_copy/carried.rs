@@ -1,12 +1,14 @@
 //! Carried guests, whose QEMUs use their own post-copy.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::json;
 use vmferry_qemu::Qmp;
-use vmferry_qemu_lab::{Backend, Machine, Qemu, Version};
+use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World as Lab};
 
+use super::pages::{PAGE, Pages};
 use super::rights::NOBODY;
 use super::{Move, emulated, fetched, on_kvm};
 use crate::support::proxy::{Message, Proxy};
@@ -231,6 +233,57 @@ fn carried_guest_outlives_the_processes_that_carry_it() {
         Qmp::connect(&moving.there.qmp).unwrap();
         moving.arrives();
     });
+}
+
+/// QEMU does not pause a post-copy whose last page it has written, and can't be connected again. It
+/// would continue the guest, which runs at the destination.
+#[test]
+fn last_pages_that_are_lost_with_their_sender_are_reported_and_no_guest_runs_twice() {
+    let second = Lab::new();
+    let operator = second.path("operator.qmp");
+    let listening = format!("unix:{},server=on,wait=off", text(&operator));
+    let machine = private(on_kvm(Version::V10_0));
+    // A faster guest touches all of the last pages at once.
+    let workload = machine.workload.replace("rate=40000", "rate=500");
+    let machine = Machine { workload, ..machine };
+    let mut scene = Scene::of(machine.clone().with(&["-qmp", &listening]), Way::Carried);
+    scene.machine = machine;
+    let (there, mut receiving, address) = scene.receive_plain();
+    let proxy = Proxy::holding(&address, "127.0.0.1", None);
+    let mut sending = send(&scene, &proxy.address);
+    sending.event("serving");
+    let [source, pages] = [&scene.here, &there].map(|qemu| Pages::of(qemu, &scene.machine));
+    let is_zero = |page: &u64| source.content(*page) == [0; PAGE as usize];
+    let mut missing: Vec<u64> = pages.missing().into_iter().filter(|page| !is_zero(page)).collect();
+    // QEMU can write this many pages although none arrives.
+    wait_until(|| {
+        missing.retain(|page| !pages.is_there(*page));
+        missing.len() <= 80
+    });
+    proxy.cut();
+    let mut operator = Qmp::connect(&operator).unwrap();
+    let mut ask = |command: &str| operator.execute(command, json!({})).unwrap();
+    wait_until(|| ask("query-migrate")["ram"]["remaining"] == 0);
+    assert!(missing.iter().any(|page| !pages.is_there(*page)), "nothing is missing");
+    let guardian = Pid::from_raw(guardian(&sending) as i32).unwrap();
+    kill_process(guardian, Signal::KILL).unwrap();
+    sending.kill();
+    wait_until(|| ask("query-migrate")["status"] == "failed");
+    wait_until(|| ask("query-status")["status"] == "paused");
+    proxy.heal();
+    let mut next = send(&scene, &proxy.address);
+    next.finish_by_ref().failed(13, "has lost the pages that it had not fetched yet");
+    receiving.event("fetching-failed");
+    assert_eq!(ask("query-status")["running"], false, "the destination has the guest");
+}
+
+fn wait_until(mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "it does not come so far");
+        // Nothing tells of a page that has arrived, or of a state of QEMU's.
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 /// The command line of a migration over TLS that insists on `options`.

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use vmferry_qemu_lab::{HugePages, Machine, Mounted, Qemu, Version, World as Lab};
 
+use super::carried::private;
 use super::{emulated, fetched, lacks_pages, on_kvm};
 use crate::support::scene::{Scene, Way};
 use crate::support::{Ended, Host, Running, World, in_parallel, text};
@@ -96,6 +97,36 @@ fn sandboxed_qemu_fetches_its_pages() {
     in_parallel(machines.into(), |machine| {
         let machine = machine.with(&["-sandbox", sandbox]);
         let mut moving = super::Move::until_it_fetches(machine, &[]);
+        fetched(&moving.send.finish_by_ref().exited(0));
+        moving.arrives();
+    });
+}
+
+/// Shows a process in /proc only those that it may trace, as systemd's `ProtectProc=invisible`
+/// does. A sandboxed receiver may trace none.
+fn with_a_hidden_proc() -> Vec<String> {
+    let script = "mount -t proc -o hidepid=invisible proc /proc && exec \"$@\"";
+    ["unshare", "--mount", "sh", "-c", script, "sh"].map(str::to_owned).into()
+}
+
+#[test]
+fn sandboxed_receiver_that_sees_no_process_finds_its_guest_again() {
+    let machines = [on_kvm(Version::V10_0), private(on_kvm(Version::V10_0))];
+    in_parallel(machines.into(), |machine| {
+        let mut moving = super::Move::until_it_fetches(machine, &["--sandbox", "require"]);
+        let tls = moving.scene.world.tls();
+        let qmp = ["receive", "--qemu", text(&moving.there.qmp), "--sandbox", "require"];
+        let link = ["--listen", &moving.address, "--tls", &tls];
+        let again =
+            || moving.scene.b.start_under(&with_a_hidden_proc(), &[&qmp[..], &link].concat());
+        moving.receiving.kill();
+        let mut next = again();
+        next.event("taking-over");
+        next.event("fetched");
+        next.event("found");
+        next.kill();
+        next = again();
+        next.event("found");
         fetched(&moving.send.finish_by_ref().exited(0));
         moving.arrives();
     });

@@ -56,6 +56,12 @@ impl Flight {
         Self { window_bytes: LEAST_BYTES, is_paced: true, ..Self::unlimited() }
     }
 
+    /// The window in bytes.
+    #[must_use]
+    pub fn window(&self) -> usize {
+        self.window_bytes as usize
+    }
+
     /// How many more bytes may be sent while this number is in flight.
     #[must_use]
     pub fn room(&self, in_flight: u64) -> usize {

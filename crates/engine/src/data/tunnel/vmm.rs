@@ -12,8 +12,15 @@ use vmferry_memory::GuestBytes;
 
 use super::Shared;
 
-/// The most bytes that are read or written at once.
+/// The most bytes that are written at once.
 const PART_BYTES: usize = 256 << 10;
+
+/// The most bytes that are read at once.
+const READ_BYTES: usize = 64 << 10;
+
+/// How much is read ahead of what may be in flight, in windows. A VMM can't be connected again after
+/// it has written its last page, so what it has written is lost with this process then.
+const WINDOWS_AHEAD: usize = 2;
 
 /// How often a thread that waits for the VMM looks whether the tunnel has ended.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
@@ -33,7 +40,7 @@ pub fn read_from(
             return;
         }
         let mut bytes = GuestBytes::new();
-        bytes.extend_to(PART_BYTES);
+        bytes.extend_to(READ_BYTES);
         while shared.await_socket(&socket, PollFlags::IN) {
             match recv(&socket, &mut bytes[..], RecvFlags::DONTWAIT) {
                 Ok((0, _)) => break,
@@ -100,7 +107,9 @@ impl Shared {
             if state.closed {
                 return false;
             }
-            let fits = state.outgoing.room().min(bytes.len());
+            let most = state.flight.window().saturating_mul(WINDOWS_AHEAD);
+            let ahead = most.saturating_sub(state.outgoing.len());
+            let fits = state.outgoing.room().min(ahead).min(bytes.len());
             if fits == 0 {
                 self.changed.wait(&mut state);
                 continue;

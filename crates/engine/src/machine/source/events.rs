@@ -11,6 +11,7 @@ use super::opening::{Acceptance, from_release};
 use super::passes::Pass;
 use super::phase::{Found, Phase};
 use crate::error::MigrateError;
+use crate::vmm::PostCopyFailed;
 use vmferry_handover::{SessionKind, SourceEvent, SourceState};
 
 impl Phase {
@@ -43,6 +44,11 @@ impl Phase {
                 return self.on_not_restored(common, now, Some(lane), error);
             }
             Input::Failed(error) => return self.fail(common, now, error),
+            Input::NotReconnected(MigrateError::Vm { source, .. })
+                if PostCopyFailed::is_in(&source) =>
+            {
+                return self.on_vmm_ended(common, now, source);
+            }
             Input::NotReconnected(error) => return self.on_not_reconnected(common, now, &error),
             Input::VmmEnded(error) => return self.on_vmm_ended(common, now, error),
             Input::Cancel => return self.on_cancel(common, now),

@@ -156,7 +156,8 @@ pub enum Input {
     Failed(MigrateError),
     /// The VMM of a carried guest could not be connected to new streams.
     NotReconnected(MigrateError),
-    /// The VMM of a carried guest has ended, and the guest's memory here with it.
+    /// The VMM of a carried guest has ended, and the guest's memory here with it, or its post-copy
+    /// has failed for good.
     VmmEnded(VmError),
     /// The user cancels the migration.
     Cancel,

@@ -256,7 +256,8 @@ impl Phase {
         self.lose_pages(common, now, MigrateError::GivenUp)
     }
 
-    /// The VMM of a carried guest has ended. Pages that the destination lacks are lost.
+    /// The VMM of a carried guest has ended, or its post-copy has failed for good. Pages that the
+    /// destination lacks are lost.
     pub(super) fn on_vmm_ended(self, common: &mut Common, now: Duration, source: VmError) -> Self {
         if common.keeps_pages() {
             return self.lose_pages(common, now, MigrateError::PagesLost { source });

@@ -5,7 +5,7 @@ use vmferry_wire::{ControlMessage, GuestIdentity, LaneOffer, LaneToken, Token};
 
 use super::*;
 use crate::machine::peer::SourceSide;
-use crate::vmm::GuestDescription;
+use crate::vmm::{GuestDescription, PostCopyFailed};
 
 fn token(number: u8) -> Token {
     Token([number; 16])
@@ -125,6 +125,18 @@ fn streams_of_a_carried_guest_begin_again_if_the_destination_has_others() {
     }));
     source.handle(NOW, answer_with_streams(&source, 7));
     assert_eq!(reconnects(&mut source), 1);
+}
+
+/// It can't be connected again.
+#[test]
+fn guest_loses_its_missing_pages_if_the_post_copy_of_the_vmm_has_failed() {
+    let mut source = serving();
+    source.common.post_copy.streams = Some(LateStreamsId::FIRST);
+    source.handle(NOW, answer_with_streams(&source, 5));
+    let failed = PostCopyFailed.into();
+    let failed = MigrateError::Vm { action: "go on with its post-copy", source: failed };
+    source.handle(NOW, Input::NotReconnected(failed));
+    assert!(matches!(source.ending(), Some(Ending::Lost(MigrateError::PagesLost { .. }))));
 }
 
 /// Its pages are read by this side.
