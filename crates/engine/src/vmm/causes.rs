@@ -10,8 +10,8 @@ use vmferry_handover::VmError;
 #[error("the guest has powered off")]
 pub struct PoweredOff;
 
-/// The VMM's own post-copy has failed, and can't be continued. If this is in the chain of the error
-/// of a VMM that is to be connected again, the pages that the destination lacks are lost.
+/// The VMM's own post-copy has failed, and can't be continued. If an attempt to connect the VMM
+/// again fails with this in its chain, the pages that the destination lacks are lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("its post-copy has failed, and can't be continued")]
 pub struct PostCopyFailed;

@@ -18,8 +18,8 @@ const PART_BYTES: usize = 256 << 10;
 /// The most bytes that are read at once.
 const READ_BYTES: usize = 64 << 10;
 
-/// How much is read ahead of what may be in flight, in windows. A VMM can't be connected again after
-/// it has written its last page, so what it has written is lost with this process then.
+/// How much is read ahead of what may be in flight, in windows. A VMM can't be connected again
+/// after it has written its last page, so what it has written is lost with this process then.
 const WINDOWS_AHEAD: usize = 2;
 
 /// How often a thread that waits for the VMM looks whether the tunnel has ended.
