@@ -17,6 +17,7 @@ use vmferry::PoweredOff;
 
 use crate::error::QemuError;
 use crate::qmp::{Qmp, QmpError};
+use crate::settings;
 use crate::stream::is_paused;
 
 /// How long QEMU may refuse to continue a guest: it cleans up after a migration, or another QEMU is
@@ -41,6 +42,13 @@ impl Qmp {
     pub(crate) fn take_custody(&mut self) -> Result<(), QemuError> {
         let status = self.status()?;
         match status.as_str() {
+            "paused" if self.has_lost_its_guest()? => {
+                return Err(QemuError::State {
+                    found: status,
+                    wanted: "running. Its post-copy has failed: the guest runs at another host, \
+                             without pages that only this QEMU has. `quit` by QMP ends it",
+                });
+            }
             "running" => self.life.paused_by_others = false,
             "paused" | "io-error" | "watchdog" | "guest-panicked" | "prelaunch" => {
                 self.life.paused_by_others = true;
@@ -64,6 +72,13 @@ impl Qmp {
             }
         }
         Ok(())
+    }
+
+    /// Whether a post-copy from here has failed after its guest was handed over. QEMU's settings
+    /// are restored if the guest stays.
+    fn has_lost_its_guest(&mut self) -> Result<bool, QemuError> {
+        let migration = self.execute("query-migrate", json!({}))?;
+        Ok(migration["status"] == "failed" && settings::may_use_post_copy(self)?)
     }
 
     /// Whether another client, or QEMU itself after an error, has paused the guest.

@@ -342,7 +342,8 @@ impl DestinationVm for QemuDestination {
     fn late_streams(&mut self) -> Result<LateStreams, VmError> {
         let arrival = self.arrival.as_mut().ok_or("this QEMU takes no stream")?;
         let late = arrival.late_streams()?;
-        // For a receiver that takes over while QEMU waits for a page. Without it, QEMU has to answer.
+        // For a receiver that takes over while QEMU waits for a page. Without it, QEMU has to
+        // answer.
         self.is_kept = self.may_be_kept && self.note.is_some() && self.qmp.keep().is_ok();
         Ok(late)
     }

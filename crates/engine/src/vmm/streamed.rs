@@ -104,7 +104,8 @@ pub enum StreamEvent {
     /// The VMM has aborted its migration: the guest runs, or can be resumed. With post-copy, it
     /// can't send pages for now.
     Failed(VmError),
-    /// The VMM has ended, and the guest's memory here with it, or its post-copy has failed for good.
+    /// The VMM has ended, and the guest's memory here with it, or its post-copy has failed for
+    /// good.
     Ended(VmError),
 }
 

@@ -17,7 +17,7 @@ use vmferry_qemu_lab::{Backend, Machine, Version, World};
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A QEMU that sends nothing for so long has sent its last page.
-const SILENCE: Duration = Duration::from_millis(300);
+const SILENCE: Duration = Duration::from_secs(1);
 
 /// By whom QEMU is told to start its post-copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use serde_json::json;
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World as Lab};
 
-use super::pages::{PAGE, Pages};
+use super::pages::Pages;
 use super::rights::NOBODY;
 use super::{Move, emulated, fetched, on_kvm};
 use crate::support::proxy::{Message, Proxy};
@@ -253,8 +253,7 @@ fn last_pages_that_are_lost_with_their_sender_are_reported_and_no_guest_runs_twi
     let mut sending = send(&scene, &proxy.address);
     sending.event("serving");
     let [source, pages] = [&scene.here, &there].map(|qemu| Pages::of(qemu, &scene.machine));
-    let is_zero = |page: &u64| source.content(*page) == [0; PAGE as usize];
-    let mut missing: Vec<u64> = pages.missing().into_iter().filter(|page| !is_zero(page)).collect();
+    let mut missing = pages.missing_of(&source);
     // QEMU can write this many pages although none arrives.
     wait_until(|| {
         missing.retain(|page| !pages.is_there(*page));
@@ -274,6 +273,7 @@ fn last_pages_that_are_lost_with_their_sender_are_reported_and_no_guest_runs_twi
     let mut next = send(&scene, &proxy.address);
     next.finish_by_ref().failed(13, "has lost the pages that it had not fetched yet");
     receiving.event("fetching-failed");
+    send(&scene, &proxy.address).finish().failed(9, "Its post-copy has failed");
     assert_eq!(ask("query-status")["running"], false, "the destination has the guest");
 }
 

@@ -50,6 +50,13 @@ impl Pages {
         (0..self.count).filter(|page| !self.is_there(*page)).collect()
     }
 
+    /// The pages that are not there, and not zero at the source: a page of zeros stays a hole.
+    pub fn missing_of(&self, source: &Self) -> Vec<u64> {
+        let mut missing = self.missing();
+        missing.retain(|page| source.content(*page) != [0; PAGE as usize]);
+        missing
+    }
+
     pub fn is_there(&self, page: u64) -> bool {
         match &self.place {
             // Fails behind the last data.

@@ -10,7 +10,7 @@ use vmferry_qemu::wait_for_end;
 use vmferry_qemu_lab::{Backend, Machine, Qemu, Version};
 
 use super::carried::private;
-use super::pages::{PAGE, Pages};
+use super::pages::Pages;
 use super::{emulated, lacks_pages, on_kvm};
 use crate::support::proxy::Proxy;
 use crate::support::scene::{Scene, Way};
@@ -68,10 +68,7 @@ impl Fetching {
         receiving.event("fetching");
         let guardian = send.as_ref().map(|send| guardian_of(send.id()));
         let [source, memory] = [&scene.here, &there].map(|qemu| Pages::of(qemu, &scene.machine));
-        // A page of zeros is not missing, and stays a hole.
-        let is_zero = |page: &u64| source.content(*page) == [0; PAGE as usize];
-        let missing: Vec<u64> =
-            memory.missing().into_iter().filter(|page| !is_zero(page)).collect();
+        let missing = memory.missing_of(&source);
         assert!(missing.len() > 2000, "{} pages are missing", missing.len());
         Self { scene, there, address, proxy, receiving, send, guardian, memory, missing }
     }
