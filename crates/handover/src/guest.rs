@@ -47,6 +47,12 @@ pub trait Reconnect {
     /// # Errors
     /// The VMM's error. It can be tried again, unless the error says otherwise.
     fn reconnect(&mut self) -> Result<Self::Streams, VmError>;
+
+    /// Whether the VMM has ended, and the guest's memory here with it. Called about once a second
+    /// by a process that has taken a guest over, which the VMM does not notify.
+    fn has_ended(&self) -> bool {
+        false
+    }
 }
 
 /// Number of attempts to resume a guest before the engine reports an error.
@@ -292,6 +298,12 @@ impl<V: Reconnect> Committed<V> {
     /// See [`Reconnect::reconnect`].
     pub fn reconnect(&mut self) -> Result<V::Streams, VmError> {
         self.0.reconnect()
+    }
+
+    /// Whether the VMM has ended. See [`Reconnect::has_ended`].
+    #[must_use]
+    pub fn has_ended(&self) -> bool {
+        self.0.has_ended()
     }
 }
 

@@ -1,5 +1,6 @@
 //! A QEMU whose guest was being migrated by a process that has died.
 
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -21,6 +22,7 @@ use crate::identity;
 use crate::inject;
 use crate::lock::Lock;
 use crate::memory_file::{Leaving, Release};
+use crate::process::{has_ended_within, pidfd};
 use crate::qmp::Qmp;
 use crate::ram::Ram;
 use crate::settings::{self, Settings};
@@ -35,6 +37,8 @@ const DEATH_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct AbandonedQemu {
     socket: PathBuf,
     settings: Settings,
+    /// Its process, once it is known.
+    process: Option<OwnedFd>,
     /// The guest was already paused, not by vmferry, when that process attached.
     was_paused: bool,
     /// The process that it must be, and the session that it was left in.
@@ -57,6 +61,7 @@ impl AbandonedQemu {
         Self {
             socket: socket.to_owned(),
             settings: settings.unwrap_or_default(),
+            process: None,
             was_paused: false,
             left: None,
         }
@@ -105,14 +110,16 @@ impl AbandonedQemu {
         Ok(status["running"] == true)
     }
 
-    /// Whether it uses its own post-copy, which is interrupted since the process that carried it
-    /// has died.
+    /// Whether it uses its own post-copy, which is interrupted or has failed since the process that
+    /// carried it has died.
     ///
     /// # Errors
     /// QMP errors.
     pub fn is_in_post_copy(&self) -> Result<bool, QemuError> {
-        let migration = Qmp::connect(&self.socket)?.execute("query-migrate", json!({}))?;
-        Ok(migration["status"].as_str().is_some_and(|status| status.starts_with("postcopy-")))
+        let mut qmp = Qmp::connect(&self.socket)?;
+        let migration = qmp.execute("query-migrate", json!({}))?;
+        let status = migration["status"].as_str().unwrap_or_default();
+        Ok(status.starts_with("postcopy-") || qmp.has_failed_in_post_copy()?)
     }
 
     /// Quits the QEMU.
@@ -229,6 +236,7 @@ fn leave_nothing(pid: Option<u32>, lock: Option<&Lock>) {
 impl AbandonedVm for AbandonedQemu {
     fn memory(&mut self) -> Result<Option<GuestMemory>, VmError> {
         let (mut qmp, _lock) = self.connect()?;
+        self.process = qmp.pid().and_then(|pid| pidfd(pid).ok());
         if settings::may_use_post_copy(&mut qmp).map_err(QemuError::from)? {
             return Ok(None);
         }
@@ -243,6 +251,11 @@ impl Reconnect for AbandonedQemu {
         let (mut qmp, _lock) = self.connect()?;
         let further = FurtherChannel::new(&qmp)?;
         Ok(connect_source(&mut qmp, &further)?)
+    }
+
+    fn has_ended(&self) -> bool {
+        let has_ended = |process| has_ended_within(process, Duration::ZERO).unwrap_or(false);
+        self.process.as_ref().is_some_and(has_ended)
     }
 }
 

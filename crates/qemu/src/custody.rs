@@ -42,11 +42,11 @@ impl Qmp {
     pub(crate) fn take_custody(&mut self) -> Result<(), QemuError> {
         let status = self.status()?;
         match status.as_str() {
-            "paused" if self.has_lost_its_guest()? => {
+            "paused" if self.has_failed_in_post_copy()? => {
                 return Err(QemuError::State {
                     found: status,
-                    wanted: "running. Its post-copy has failed: the guest runs at another host, \
-                             without pages that only this QEMU has. `quit` by QMP ends it",
+                    wanted: "running. Its post-copy has failed at the end: the guest runs at \
+                             another host. `quit` by QMP ends this QEMU",
                 });
             }
             "running" => self.life.paused_by_others = false,
@@ -76,7 +76,7 @@ impl Qmp {
 
     /// Whether a post-copy from here has failed after its guest was handed over. QEMU's settings
     /// are restored if the guest stays.
-    fn has_lost_its_guest(&mut self) -> Result<bool, QemuError> {
+    pub(crate) fn has_failed_in_post_copy(&mut self) -> Result<bool, QemuError> {
         let migration = self.execute("query-migrate", json!({}))?;
         Ok(migration["status"] == "failed" && settings::may_use_post_copy(self)?)
     }
@@ -155,20 +155,19 @@ impl Qmp {
     /// destination runs the guest by then. A guest that was paused before stays paused. Source:
     /// QEMU 10.0 `migration/migration.c`, `migration_iteration_finish`.
     ///
+    /// Returns false if QEMU's migration has stopped the guest first, at the end of its pre-copy.
+    ///
     /// # Errors
-    /// QMP errors, and that QEMU's migration has stopped the guest first.
-    pub(crate) fn pause_for_post_copy(&mut self) -> Result<(), QemuError> {
+    /// QMP errors.
+    pub(crate) fn pause_for_post_copy(&mut self) -> Result<bool, QemuError> {
+        let (others, ours) = (self.life.paused_by_others, self.life.our_stop);
+        self.pause_guest()?;
         if self.status()? != "finish-migrate" {
-            self.pause_guest()?;
+            return Ok(true);
         }
-        match self.status()?.as_str() {
-            found @ "finish-migrate" => Err(QemuError::State {
-                found: found.into(),
-                wanted: "running until its post-copy begins. It has come to the end of its \
-                         pre-copy at this very moment: send the guest again",
-            }),
-            _ => Ok(()),
-        }
+        // QEMU stopped the guest before `stop`, or before that was decided.
+        (self.life.paused_by_others, self.life.our_stop) = (others, ours);
+        Ok(false)
     }
 
     /// Continues a guest that [`pause_guest`](Self::pause_guest) has paused, unless another client

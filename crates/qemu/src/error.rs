@@ -135,8 +135,7 @@ pub enum QemuError {
         #[source]
         printed: Option<Told>,
     },
-    /// QEMU's own post-copy has failed. Its guest stays paused, and what the destination lacks is
-    /// lost.
+    /// QEMU's own post-copy has failed. Its guest stays paused.
     #[error("QEMU has given its post-copy up: {}", shown(reason))]
     PostCopyFailed {
         /// QEMU's reason.

@@ -10,10 +10,11 @@ use vmferry_handover::VmError;
 #[error("the guest has powered off")]
 pub struct PoweredOff;
 
-/// The VMM's own post-copy has failed, and can't be continued. If an attempt to connect the VMM
-/// again fails with this in its chain, the pages that the destination lacks are lost.
+/// The VMM's own post-copy has failed, and its streams with it. Its guest stays paused. A VMM error
+/// with this one in its chain makes the engine [connect](vmferry_handover::Reconnect) the VMM again
+/// if the guest runs at the destination.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("its post-copy has failed, and can't be continued")]
+#[error("its post-copy has failed")]
 pub struct PostCopyFailed;
 
 impl PoweredOff {

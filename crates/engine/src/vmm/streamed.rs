@@ -7,7 +7,10 @@
 //! when it has paused the guest, and the VMM at the destination does not run it before COMMIT.
 
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::time::Duration;
+
+use parking_lot::Mutex;
 use vmferry_handover::{Reconnect, Resume, VmError};
 
 use super::storage::SourceStorage;
@@ -55,6 +58,16 @@ pub struct OutgoingStream {
     pub recogniser: Box<dyn Recogniser>,
 }
 
+/// How a VMM follows the order to begin its post-copy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PostCopyStart {
+    /// It does.
+    Begun,
+    /// It has just stopped the guest by itself, because little enough memory is left, and sends
+    /// that before the guest runs at the destination.
+    TooLate,
+}
+
 /// Streams of a VMM that begin, or go on, when the guest has been stopped with post-copy.
 pub struct LateStreams {
     /// The main stream in its other direction. At the source: takes the requests for pages that the
@@ -64,6 +77,34 @@ pub struct LateStreams {
     /// Pages that threads of the guest wait for: read at the source, and written at the
     /// destination. `None` if the VMM has sent everything before it stopped the guest.
     pub urgent: Option<UnixStream>,
+    /// Why the streams have ended, if they have failed.
+    pub failure: LateFailure,
+}
+
+impl LateStreams {
+    /// Streams of a VMM, which reports its failures itself.
+    #[must_use]
+    pub fn new(requests: UnixStream, urgent: Option<UnixStream>) -> Self {
+        Self { requests, urgent, failure: LateFailure::default() }
+    }
+}
+
+/// Where the sender of late streams leaves the reason if it ends them because it has failed. A VMM
+/// reports its failures in another way.
+#[derive(Clone, Debug, Default)]
+pub struct LateFailure(Arc<Mutex<Option<VmError>>>);
+
+impl LateFailure {
+    /// Sets the reason. Must be called before the streams end.
+    pub fn set(&self, reason: VmError) {
+        *self.0.lock() = Some(reason);
+    }
+
+    /// The reason, once.
+    #[must_use]
+    pub fn take(&self) -> Option<VmError> {
+        self.0.lock().take()
+    }
 }
 
 /// The state of a VMM's own post-copy at the destination, whose requests have ended.
@@ -102,10 +143,10 @@ pub enum StreamEvent {
     /// The VMM has sent the last byte.
     Completed,
     /// The VMM has aborted its migration: the guest runs, or can be resumed. With post-copy, it
-    /// can't send pages for now.
+    /// can't send pages for now, and if [its post-copy has failed](crate::PostCopyFailed) it has to
+    /// be connected again.
     Failed(VmError),
-    /// The VMM has ended, and the guest's memory here with it, or its post-copy has failed for
-    /// good.
+    /// The VMM has ended, and the guest's memory here with it.
     Ended(VmError),
 }
 
@@ -186,7 +227,7 @@ pub trait StreamedVm: Resume + Reconnect<Streams = LateStreams> {
     ///
     /// # Errors
     /// The VMM's error. The guest may be paused then, and the migration ends.
-    fn begin_post_copy(&mut self) -> Result<(), VmError> {
+    fn begin_post_copy(&mut self) -> Result<PostCopyStart, VmError> {
         Err("its VMM has no post-copy that can be carried".into())
     }
 

@@ -127,6 +127,19 @@ fn guest_that_fits_the_limit_moves_without() {
     assert_eq!(*vm.written.lock().unwrap(), *taker.taken.lock().unwrap());
 }
 
+/// The VMM comes to the end of its pre-copy just when it is told to begin post-copy.
+#[test]
+fn guest_that_its_vmm_has_stopped_first_moves_without() {
+    let (scenario, _, taker) = never_stops();
+    let until = Arc::new(AtomicBool::new(false));
+    let plan = Plan { until, passes: 1, post_copy: Some(7), stops_first: true, ..Plan::default() };
+    let (outcome, received) = scenario.run_streamed(Streamer::new(plan), taker, |_| {});
+    let (vm, stats) = given(outcome);
+    assert_eq!((stats.missing_pages, stats.digest_match), (0, Some(true)));
+    let taker = owned(received).vm;
+    assert_eq!(*vm.written.lock().unwrap(), *taker.taken.lock().unwrap());
+}
+
 /// When a link is lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Moment {

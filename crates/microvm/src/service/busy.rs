@@ -44,7 +44,8 @@ pub(super) fn still_missing(progress: &FetchProgress) -> String {
             .to_owned(),
         pages => format!(
             "{pages} pages of this guest are still missing: they are at {source}, and are fetched \
-             while the guest runs; wait until `vmferry status` shows no missing pages"
+             while the guest runs ({}); wait until `vmferry status` shows no missing pages",
+            progress.time_left()
         ),
     }
 }

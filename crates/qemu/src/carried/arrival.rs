@@ -110,7 +110,7 @@ impl Arrival {
         let requests = main.try_clone().map_err(failed)?;
         self.is_late = true;
         let urgent = self.further.as_mut().ok().and_then(Option::take);
-        Ok(LateStreams { requests, urgent })
+        Ok(LateStreams::new(requests, urgent))
     }
 
     /// Ends QEMU's streams, and connects it to new ones by a socket in `place`.

@@ -7,21 +7,16 @@
 //!
 //! Source: QEMU 10.0 `migration/migration.c`, `migration/postcopy-ram.c`.
 
-use std::io::Write;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 
 use super::place::Place;
+use super::protocol::{PONG, SHUT, write_answer};
 use crate::error::QemuError;
 use crate::qmp::{Qmp, Version};
 
 /// The first release whose post-copy was tried.
 const FIRST: Version = Version { major: 10, minor: 0, micro: 0 };
-
-/// Messages on the return path (`enum mig_rp_message_type`): type, length of the body, body, all
-/// big-endian.
-const PONG: [u8; 8] = [0, 2, 0, 4, 0, 0, 0, 1];
-const SHUT: [u8; 8] = [0, 1, 0, 4, 0, 0, 0, 0];
 
 /// Where QEMU connects its further channel, and all channels once its post-copy was interrupted.
 pub struct FurtherChannel {
@@ -100,15 +95,15 @@ pub fn must_be_known(version: Version) -> Result<(), QemuError> {
 /// Tells a QEMU that its destination hears it: it waits for that before it connects its further
 /// channel.
 pub fn say_heard(main: &UnixStream) -> Result<(), QemuError> {
-    say(main, &PONG)
+    say(main, PONG, [0, 0, 0, 1])
 }
 
 /// Tells a QEMU that its destination needs nothing more of it, so that it completes its migration.
 pub fn say_done(main: &UnixStream) -> Result<(), QemuError> {
-    say(main, &SHUT)
+    say(main, SHUT, [0; 4])
 }
 
-fn say(mut main: &UnixStream, message: &[u8]) -> Result<(), QemuError> {
+fn say(main: &UnixStream, kind: u16, body: [u8; 4]) -> Result<(), QemuError> {
     let action = "answer QEMU on its migration stream";
-    main.write_all(message).map_err(|source| QemuError::Local { action, source })
+    write_answer(main, kind, &body).map_err(|source| QemuError::Local { action, source })
 }

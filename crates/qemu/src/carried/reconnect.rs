@@ -18,6 +18,7 @@ use vmferry::vmm::streamed::LateStreams;
 use super::channels::{self, CONNECT_TIMEOUT};
 use super::late::FurtherChannel;
 use super::place::Place;
+use super::resend;
 use crate::error::QemuError;
 use crate::qmp::{Qmp, QmpError};
 use crate::state;
@@ -46,7 +47,8 @@ pub fn end_all(sockets: &[UnixStream]) {
     }
 }
 
-/// Connects the source's QEMU, whose streams were ended, to `further`.
+/// Connects the source's QEMU, whose streams were ended, to `further`. For a QEMU whose post-copy
+/// has failed vmferry itself sends the rest.
 ///
 /// # Errors
 /// QMP errors and system call errors. QEMU stays paused, or pauses again.
@@ -64,7 +66,11 @@ pub fn at_source(qmp: &mut Qmp, further: &FurtherChannel) -> Result<LateStreams,
                 return Err(qmp.timed_out("pause its post-copy", PAUSE_TIMEOUT).into());
             }
             // QEMU 10.0 does not pause a post-copy whose last page it has sent.
-            "failed" | "cancelled" => return Err(state::post_copy_failed(qmp)?),
+            "failed" | "cancelled" => {
+                // The thread that watches the migration need not report it any more.
+                qmp.forget_events();
+                return resend::in_place_of(qmp);
+            }
             status => {
                 let found = if status.is_empty() { "not migrating" } else { status };
                 return Err(QemuError::State {
@@ -78,7 +84,7 @@ pub fn at_source(qmp: &mut Qmp, further: &FurtherChannel) -> Result<LateStreams,
     qmp.execute("migrate", json!({ "uri": further.uri(), "resume": true }))?;
     let requests = channels::accept(qmp, &listener, Instant::now() + CONNECT_TIMEOUT)?;
     let urgent = Some(forward_further(listener, further.place())?);
-    Ok(LateStreams { requests, urgent })
+    Ok(LateStreams::new(requests, urgent))
 }
 
 /// QEMU connects its further channel only after both QEMUs have agreed on what is missing, over the
@@ -138,5 +144,5 @@ pub fn at_destination(qmp: &mut Qmp, place: &Place) -> Result<LateStreams, QemuE
     place.clear();
     let (requests, urgent) =
         connected.map_err(|source| QemuError::Local { action: "connect to QEMU", source })?;
-    Ok(LateStreams { requests, urgent: Some(urgent) })
+    Ok(LateStreams::new(requests, Some(urgent)))
 }

@@ -8,7 +8,9 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 use vmferry::vmm::storage::SourceStorage;
-use vmferry::vmm::streamed::{LateStreams, OutgoingStream, Recogniser, StreamEvents, StreamedVm};
+use vmferry::vmm::streamed::{
+    LateStreams, OutgoingStream, PostCopyStart, Recogniser, StreamEvents, StreamedVm,
+};
 use vmferry::{GuestDescription, Resume, VmError};
 use vmferry_handover::Reconnect;
 use vmferry_wire::GuestIdentity;
@@ -410,9 +412,11 @@ impl StreamedVm for CarriedSource {
         self.post_copy = false;
     }
 
-    fn begin_post_copy(&mut self) -> Result<(), VmError> {
+    fn begin_post_copy(&mut self) -> Result<PostCopyStart, VmError> {
         let mut qmp = self.monitor.orders();
-        qmp.pause_for_post_copy()?;
+        if !qmp.pause_for_post_copy()? {
+            return Ok(PostCopyStart::TooLate);
+        }
         qmp.execute("migrate-start-postcopy", json!({})).map_err(QemuError::from)?;
         drop(qmp);
         if let Some(under_way) = &mut self.under_way {
@@ -421,7 +425,7 @@ impl StreamedVm for CarriedSource {
         if let Some(sampler) = &mut self.sampler {
             sampler.tables_may_change();
         }
-        Ok(())
+        Ok(PostCopyStart::Begun)
     }
 
     fn late_streams(&mut self) -> Result<LateStreams, VmError> {
@@ -437,7 +441,7 @@ impl StreamedVm for CarriedSource {
         };
         let requests = copy(under_way.sockets.first().ok_or("QEMU has no stream")?)?;
         under_way.sockets.extend(urgent.as_ref().map(copy).transpose()?);
-        Ok(LateStreams { requests, urgent })
+        Ok(LateStreams::new(requests, urgent))
     }
 
     fn allow_throttling(&mut self, percent: u8) -> Result<(), VmError> {

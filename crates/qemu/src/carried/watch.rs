@@ -111,18 +111,20 @@ impl Watcher {
             // The lock must be free when the engine is notified: the engine may send commands
             // itself.
             let news = self.news(&mut monitor.orders());
-            let news = news.unwrap_or_else(|error| vec![self.failure(error)]);
-            for event in news {
+            let is_heard = news.is_ok();
+            for event in news.unwrap_or_else(|error| vec![self.failure(error)]) {
                 if matches!(event, StreamEvent::Completed) {
                     self.learn_from_stream(monitor);
                 }
                 if self.is_over() {
                     return;
                 }
-                let last = matches!(
-                    event,
-                    StreamEvent::Completed | StreamEvent::Failed(_) | StreamEvent::Ended(_)
-                );
+                let last = match event {
+                    StreamEvent::Completed | StreamEvent::Ended(_) => true,
+                    // The memory of a QEMU whose post-copy has failed is still needed.
+                    StreamEvent::Failed(_) => !(self.post_copy && is_heard),
+                    _ => false,
+                };
                 tell(event);
                 if last {
                     return;
@@ -220,9 +222,9 @@ impl Watcher {
                     Some("pre-switchover") => news.push(self.stopped(qmp)?),
                     Some("postcopy-active") => self.post_copy = true,
                     Some("completed") => news.push(StreamEvent::Completed),
-                    // It can't be connected again. The guest stays paused.
+                    // The guest stays paused.
                     Some("failed" | "cancelled") if self.post_copy => {
-                        news.push(StreamEvent::Ended(state::post_copy_failed(qmp)?.into()));
+                        news.push(StreamEvent::Failed(state::post_copy_failed(qmp)?.into()));
                     }
                     Some("failed" | "cancelled") => {
                         news.push(StreamEvent::Failed(state::given_up(qmp)?.into()));

@@ -24,6 +24,7 @@ pub use blocks::Blocks;
 pub use main_stream::MainStream;
 pub(crate) use main_stream::is_paused;
 pub use multifd::MultifdChannel;
+pub(crate) use record::{EOS, WHOLE, ZERO};
 
 /// The size of a guest page in bytes (`TARGET_PAGE_SIZE`), always 4 KiB on x86-64.
 const PAGE: usize = vmferry_memory::PAGE_SIZE;

@@ -8,13 +8,13 @@ use super::PAGE;
 use super::bytes::{Found, be16, be32, be64, byte, found, name};
 
 /// A page of zeros: one more byte follows, which is 0.
-pub(super) const ZERO: u64 = 0x02;
+pub(crate) const ZERO: u64 = 0x02;
 /// The table of blocks; the other bits of the word are the total size in bytes.
 pub(super) const MEM_SIZE: u64 = 0x04;
 /// A page with its content.
-pub(super) const WHOLE: u64 = 0x08;
+pub(crate) const WHOLE: u64 = 0x08;
 /// The end of the section. No other bits are set.
-pub(super) const EOS: u64 = 0x10;
+pub(crate) const EOS: u64 = 0x10;
 /// The page is in the same block as the previous one; otherwise the block's name follows.
 pub(super) const CONTINUE: u64 = 0x20;
 /// Changes of a page: capability `xbzrle`.

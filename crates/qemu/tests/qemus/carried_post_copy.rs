@@ -76,7 +76,7 @@ fn states_after_the_end(start: Start) -> (Value, Value) {
     drain(main.try_clone().unwrap(), &count);
     while !matches!(events.recv_timeout(PATIENCE).unwrap(), StreamEvent::Pass { .. }) {}
     match start {
-        Start::Vmferry => source.begin_post_copy().unwrap(),
+        Start::Vmferry => drop(source.begin_post_copy().unwrap()),
         Start::Operator => drop(ask(&mut operator, "migrate-start-postcopy")),
     }
     while !matches!(events.recv_timeout(PATIENCE).unwrap(), StreamEvent::Stopped { .. }) {}
@@ -87,7 +87,7 @@ fn states_after_the_end(start: Start) -> (Value, Value) {
             drop(operator.execute("migrate-continue", order).unwrap());
         }
     }
-    let LateStreams { requests, urgent } = source.late_streams().unwrap();
+    let LateStreams { requests, urgent, .. } = source.late_streams().unwrap();
     let urgent = urgent.expect("QEMU has connected its further channel");
     drain(urgent.try_clone().unwrap(), &count);
     wait_for("QEMU does not send its pages", || {

@@ -124,8 +124,12 @@ impl Handler for FetchingService {
                 Ok(status.into())
             }
             Request::Migrate(_) | Request::Estimate(_) => {
-                let text = "the guest lacks pages of the host that it came from: it can't be moved \
-                            or watched before it has them";
+                let left = self.fetch.progress().map(|progress| progress.time_left());
+                let text = format!(
+                    "the guest lacks pages of the host that it came from: it can't be moved or \
+                     watched before it has them ({})",
+                    left.as_deref().unwrap_or("the last ones have just arrived")
+                );
                 Err(ControlError::new(ErrorCode::Busy, text))
             }
             Request::Change(_) | Request::SwitchOver | Request::Cancel => {

@@ -17,13 +17,14 @@ use serde_json::{Value, json};
 use vmferry::VmError;
 use vmferry::source::{Orders, Recovered, recover};
 use vmferry_control::{Handler, MigrateRequest, Server, ServerError, TlsFiles};
+use vmferry_handover::SessionKind;
 use vmferry_handover::journal::{self, JournalError, Record};
 use vmferry_qemu::{AbandonedQemu, ProcessIdentity, QemuError, Release, Settings, wait_until_gone};
 use vmferry_transport::Ticket;
 use vmferry_wire::SessionId;
 
 use super::hook::{Call, Hook, Outcome};
-use super::kept::{report_kept, stays_after};
+use super::kept::{has_ended, report_kept};
 use super::service::QemuService;
 use crate::commands::link::dialer;
 use crate::exit::{Code, Failure};
@@ -132,16 +133,24 @@ pub fn run(output: &Output) -> Result<(), Failure> {
 }
 
 /// Until the outcome is decided, the guardian exits when QEMU does, because there is no guest left
-/// to look after.
+/// to look after, unless the guest needs pages elsewhere, or has to hear that they are lost.
 struct Undecided(Arc<Mutex<bool>>);
 
 impl Undecided {
     fn begin(order: &GuardOrder, output: &Output) -> Result<Self, Failure> {
         let (pid, qmp, output) = (order.pid, order.qmp.clone(), output.clone());
+        let (journals, session) = (order.journals.clone(), order.session);
         let undecided = Arc::new(Mutex::new(true));
         let watched = Arc::clone(&undecided);
         std::thread::Builder::new().name("qemu-end".into()).spawn(move || {
             wait_until_gone(pid, &qmp);
+            let records = journal::read(&journals, session, journal::Side::Source);
+            let records = records.unwrap_or_default();
+            if journal::kind_of_source(&records) == SessionKind::PostCopy
+                && journal::recover_source(&records).0.is_committed()
+            {
+                return;
+            }
             // The lock is held until the exit, so that `end` can't intervene.
             let undecided = watched.lock();
             if *undecided {
@@ -239,7 +248,7 @@ fn take_over(order: &GuardOrder, undecided: Undecided, output: &Output) -> Resul
         }
         Recovered::Lost(qemu, error) => {
             output.note(vmferry::chain(&error));
-            if !order.keep_source && !stays_after(&error, output) {
+            if !order.keep_source && !has_ended(&error) {
                 report_kept(&end(&qemu, &mut asleep)?, output);
             }
         }

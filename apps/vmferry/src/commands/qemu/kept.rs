@@ -25,15 +25,7 @@ pub(super) fn report_not_ended(error: &QemuError, output: &Output) {
     });
 }
 
-/// Whether the source's QEMU stays after this loss: unless it has ended, it has the only copy of
-/// the pages that the guest has lost.
-pub(super) fn stays_after(lost: &MigrateError, output: &Output) -> bool {
-    let stays = matches!(lost, MigrateError::PagesLost { .. });
-    if stays {
-        output.note(
-            "the source's QEMU is not ended: if it lives, it is paused and has the only copy of \
-             these pages. `quit` by QMP ends it",
-        );
-    }
-    stays
+/// Whether the source's QEMU has ended, and the guest's memory with it.
+pub(super) fn has_ended(lost: &MigrateError) -> bool {
+    matches!(lost, MigrateError::PagesLost { .. })
 }

@@ -7,7 +7,7 @@ use serde_json::json;
 use vmferry::SourceConfig;
 use vmferry::source::{Orders, Report};
 use vmferry_api::Recorded;
-use vmferry_control::{MigrateRequest, Server, ServerError, Started};
+use vmferry_control::{Directories, MigrateRequest, Server, ServerError, Started};
 use vmferry_handover::journal::{self, Verdict};
 use vmferry_proxy::{ReceiveRequest, ask_to_receive};
 use vmferry_qemu::{Arrived, Release, process_name};
@@ -19,15 +19,17 @@ use super::found::{Found, Moved, NotMoved};
 use super::guard::{GuardOrder, Guardian};
 use super::hook::{Call, Hook, Outcome, Phase, Side};
 use super::hooked::{Gate, SwitchoverRelease};
-use super::kept::{report_kept, report_not_ended, stays_after};
+use super::kept::{has_ended, report_kept, report_not_ended};
 use super::service::QemuService;
 use super::settle::Settling;
 use crate::args::SendOptions;
 use crate::commands::link::{address, dialer, recorder, source_files};
 use crate::commands::migration::{migrate_request, saved_run};
 use crate::commands::prepared_directories;
+use crate::commands::status::ask_all;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
+use crate::progress::fetch::needs;
 use crate::progress::{JsonEvents, Progress};
 use crate::tables::outcome;
 
@@ -42,7 +44,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     let mut config = source_config(options, directory.journals())?;
     let by_ticket = options.template.is_some();
     must_have_a_port(by_ticket, &dialer.address)?;
-    must_have_all_pages(qmp, &config.journal_directory)?;
+    must_have_all_pages(qmp, &directory)?;
     let settling = Settling { qmp, config: &config, dialer: &dialer, by_ticket };
     if let Some(session) = settling.settle(&directory, options.keep_source, output)? {
         output.result(&json!({ "session": session, "moved_before": true }), || {
@@ -139,8 +141,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
             let recorded = stats.as_ref().clone().sparse();
             let mut stats = json!(stats);
             stats["qemu"] = facts;
-            let stays = options.keep_source
-                || lost.as_ref().is_some_and(|error| stays_after(error, output));
+            let stays = options.keep_source || lost.as_ref().is_some_and(has_ended);
             let lost = lost.map(Failure::from);
             progress.finish(lost.as_ref().map_or(Ok(&stats), Err));
             // Before QEMU ends, because a manager may be watching it.
@@ -193,17 +194,24 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
 
 /// A guest that lacks pages waits for them here. Its QEMU need not answer, so the journals are
 /// asked.
-fn must_have_all_pages(qmp: &Path, journals: &Path) -> Result<(), Failure> {
-    for one in Arrived::at(journals, qmp)? {
+fn must_have_all_pages(qmp: &Path, directory: &Directories) -> Result<(), Failure> {
+    let journals = directory.journals();
+    for one in Arrived::at(&journals, qmp)? {
         let session = one.session();
-        if lacks_pages(journals, session) {
-            let text = format!(
-                "the guest has not all its pages yet: it was received in session {session}, and \
-                 its receiver still fetches pages from its source. Wait until `vmferry receive` \
-                 says that every page has arrived; if it has ended, start it again"
-            );
-            return Err(Failure::new(Code::WrongState, text));
+        if !lacks_pages(&journals, session) {
+            continue;
         }
+        // What the receiver says, if it lives and fetches the pages itself.
+        let shown = ask_all(directory, &[])?;
+        let shown = shown.iter().find(|shown| shown["pid"] == one.pid());
+        let fetch = shown.map(|shown| &shown["fetch"]).filter(|fetch| fetch.is_object());
+        let left = fetch.map_or_else(String::new, |fetch| format!(" (it {})", needs(fetch)));
+        let text = format!(
+            "the guest has not all its pages yet{left}: it was received in session {session}, and \
+             its receiver still fetches pages from its source. Wait until `vmferry receive` says \
+             that every page has arrived; if it has ended, start it again"
+        );
+        return Err(Failure::new(Code::WrongState, text));
     }
     Ok(())
 }

@@ -14,7 +14,7 @@ use vmferry_transport::{Dialer, Ticket};
 use vmferry_wire::{GuestIdentity, SessionId};
 
 use super::guard::{note_interrupted_post_copy, unread};
-use super::kept::{report_kept, report_not_ended, stays_after};
+use super::kept::{has_ended, report_kept, report_not_ended};
 use super::service::QemuService;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -74,7 +74,7 @@ impl Settling<'_> {
                 }
                 Recovered::Lost(qemu, error) if is_its => {
                     if !keep_source
-                        && !stays_after(&error, output)
+                        && !has_ended(&error)
                         && let Err(error) = qemu.leave()
                     {
                         report_not_ended(&error, output);

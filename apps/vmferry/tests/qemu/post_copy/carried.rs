@@ -4,11 +4,9 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::json;
 use vmferry_qemu::Qmp;
-use vmferry_qemu_lab::{Backend, Machine, Qemu, Version, World as Lab};
+use vmferry_qemu_lab::{Backend, Machine, Qemu, Version};
 
-use super::pages::Pages;
 use super::rights::NOBODY;
 use super::{Move, emulated, fetched, on_kvm};
 use crate::support::proxy::{Message, Proxy};
@@ -32,7 +30,7 @@ fn carried_guests_fetch_their_pages() {
 }
 
 /// A migration with post-copy through a proxy, whose guest is cold after the first round.
-fn send(scene: &Scene, address: &str) -> Running {
+pub fn send(scene: &Scene, address: &str) -> Running {
     let mut send = vec!["send", "--qemu", text(&scene.here.qmp), "--to", address, "--plain"];
     send.extend(["--max-bandwidth", "8M", "--compress", "none", "--reconnect-timeout", "2s"]);
     send.extend(["--post-copy", "now", "--downtime-limit", "1ms"]);
@@ -108,21 +106,34 @@ const FAULTS: [(&str, Fault); 6] = [
     ("the link is cut", |_, proxy, _, _, _| proxy.cut()),
 ];
 
-/// Its memory is QEMU's alone, so the missing pages are lost, and both hosts say so.
+/// Its memory is QEMU's alone, so the missing pages are lost, and both hosts say so. QEMU notifies
+/// the sender, and its guardian notices.
 #[test]
 fn carried_guest_loses_its_missing_pages_with_the_qemu_that_it_has_left() {
-    let mut moving = Move::until_it_fetches(private(on_kvm(Version::V10_0)), &[]);
-    moving.send.event("serving");
-    moving.scene.here.child.kill().unwrap();
-    moving.send.finish_by_ref().failed(13, "has lost the pages that it had not fetched yet");
-    let failed = moving.receiving.event("fetching-failed");
-    assert!(failed["reason"].as_str().unwrap().contains("has lost the pages"), "{failed}");
-    assert!(moving.there.child.try_wait().unwrap().is_none(), "the guest waits");
-    moving.there.child.kill().unwrap();
-    moving.receiving.event("guest-ended");
-    moving.receiving.finish_by_ref().failed(13, "has crashed here while it lacked pages");
-    let sessions = run_ok(&moving.scene.a, &["status", "--sessions"]);
-    assert_eq!(sessions["sessions"][0]["verdict"], "there", "nothing is left to do: {sessions}");
+    in_parallel(vec![false, true], |by_guardian| {
+        let mut moving = Move::until_it_fetches(private(on_kvm(Version::V10_0)), &[]);
+        moving.send.event("serving");
+        if by_guardian {
+            let guardian = guardian(&moving.send);
+            moving.send.kill();
+            wait_until(|| has_thread(guardian, "tunnel"));
+        }
+        moving.scene.here.child.kill().unwrap();
+        if !by_guardian {
+            moving.send.finish_by_ref().failed(13, "has lost the pages that it had not fetched");
+        }
+        let failed = moving.receiving.event("fetching-failed");
+        assert!(failed["reason"].as_str().unwrap().contains("has lost the pages"), "{failed}");
+        assert!(moving.there.child.try_wait().unwrap().is_none(), "the guest waits");
+        moving.there.child.kill().unwrap();
+        moving.receiving.event("guest-ended");
+        moving.receiving.finish_by_ref().failed(13, "has crashed here while it lacked pages");
+        let sessions = run_ok(&moving.scene.a, &["status", "--sessions"]);
+        assert_eq!(
+            sessions["sessions"][0]["verdict"], "there",
+            "nothing is left to do: {sessions}"
+        );
+    });
 }
 
 /// A QEMU that is stopped sends nothing for as long as that takes.
@@ -235,49 +246,15 @@ fn carried_guest_outlives_the_processes_that_carry_it() {
     });
 }
 
-/// QEMU does not pause a post-copy whose last page it has written, and can't be connected again. It
-/// would continue the guest, which runs at the destination.
-#[test]
-fn last_pages_that_are_lost_with_their_sender_are_reported_and_no_guest_runs_twice() {
-    let second = Lab::new();
-    let operator = second.path("operator.qmp");
-    let listening = format!("unix:{},server=on,wait=off", text(&operator));
-    let machine = private(on_kvm(Version::V10_0));
-    // A faster guest touches all of the last pages at once.
-    let workload = machine.workload.replace("rate=40000", "rate=500");
-    let machine = Machine { workload, ..machine };
-    let mut scene = Scene::of(machine.clone().with(&["-qmp", &listening]), Way::Carried);
-    scene.machine = machine;
-    let (there, mut receiving, address) = scene.receive_plain();
-    let proxy = Proxy::holding(&address, "127.0.0.1", None);
-    let mut sending = send(&scene, &proxy.address);
-    sending.event("serving");
-    let [source, pages] = [&scene.here, &there].map(|qemu| Pages::of(qemu, &scene.machine));
-    let mut missing = pages.missing_of(&source);
-    // QEMU can write this many pages although none arrives.
-    wait_until(|| {
-        missing.retain(|page| !pages.is_there(*page));
-        missing.len() <= 80
-    });
-    proxy.cut();
-    let mut operator = Qmp::connect(&operator).unwrap();
-    let mut ask = |command: &str| operator.execute(command, json!({})).unwrap();
-    wait_until(|| ask("query-migrate")["ram"]["remaining"] == 0);
-    assert!(missing.iter().any(|page| !pages.is_there(*page)), "nothing is missing");
-    let guardian = Pid::from_raw(guardian(&sending) as i32).unwrap();
-    kill_process(guardian, Signal::KILL).unwrap();
-    sending.kill();
-    wait_until(|| ask("query-migrate")["status"] == "failed");
-    wait_until(|| ask("query-status")["status"] == "paused");
-    proxy.heal();
-    let mut next = send(&scene, &proxy.address);
-    next.finish_by_ref().failed(13, "has lost the pages that it had not fetched yet");
-    receiving.event("fetching-failed");
-    send(&scene, &proxy.address).finish().failed(9, "Its post-copy has failed");
-    assert_eq!(ask("query-status")["running"], false, "the destination has the guest");
+/// Whether a process has a thread whose name begins so.
+pub fn has_thread(pid: u32, name: &str) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    // A thread may end meanwhile.
+    let names = threads.filter_map(|thread| std::fs::read(thread.ok()?.path().join("comm")).ok());
+    names.into_iter().any(|one| one.starts_with(name.as_bytes()))
 }
 
-fn wait_until(mut is_so: impl FnMut() -> bool) {
+pub fn wait_until(mut is_so: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !is_so() {
         assert!(Instant::now() < deadline, "it does not come so far");

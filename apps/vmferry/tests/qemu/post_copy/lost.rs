@@ -10,7 +10,7 @@ use serde_json::Value;
 use vmferry_qemu::wait_for_end;
 use vmferry_qemu_lab::Version;
 
-use super::carried::private;
+use super::carried::{has_thread, private, wait_until};
 use super::pages::{Content, PAGE, Pages};
 use super::{Move, emulated, on_kvm};
 use crate::support::stops::{Stopped, guardian_of};
@@ -70,6 +70,24 @@ fn check_dump(directory: &Path, ended: &Ended, memory: &[Option<Content>]) {
     }
 }
 
+/// The process that serves an attached guest's pages has them, whatever becomes of the QEMU.
+#[test]
+fn attached_guest_arrives_although_the_qemu_that_it_has_left_is_killed() {
+    in_parallel(vec![false, true], |by_guardian| {
+        let mut moving = Move::until_it_fetches(on_kvm(Version::V10_0), &[]);
+        moving.send.event("serving");
+        if by_guardian {
+            let guardian = guardian_of(moving.send.child.id());
+            moving.send.kill();
+            wait_until(|| has_thread(guardian, "lane"));
+        }
+        moving.scene.here.child.kill().unwrap();
+        moving.scene.here.child.wait().unwrap();
+        moving.receiving.event("received");
+        moving.there.check_guest();
+    });
+}
+
 #[test]
 fn guest_whose_source_is_lost_is_seen_and_given_up() {
     in_parallel(vec![on_kvm(Version::V10_0), emulated(Version::V7_2)], |machine| {
@@ -103,6 +121,8 @@ fn guest_whose_source_is_lost_is_seen_and_given_up() {
 #[test]
 fn guest_without_a_receiver_is_seen_and_given_up() {
     let mut moving = Move::until_it_fetches(on_kvm(Version::V10_0), &[]);
+    // Until then the source is in doubt.
+    moving.send.event("serving");
     moving.receiving.kill();
     moving.lose_source();
     let status = run_ok(&moving.scene.b, &["status", "tested"]);

@@ -109,11 +109,23 @@ impl FetchServers {
         let failed = |source| MigrateError::Vm { action: "go on with its post-copy", source };
         let connected = connect();
         self.tunnels = lanes.into_iter().map(|lane| self.new_tunnel(lane)).collect();
-        let LateStreams { requests, urgent } = connected.map_err(failed)?;
+        let LateStreams { requests, urgent, failure } = connected.map_err(failed)?;
         let main = requests.try_clone().map_err(|error| failed(error.into()))?;
         let urgent =
             TunnelEnd { into_vmm: Some(requests), from_vmm: urgent, ..TunnelEnd::default() };
-        self.begin([urgent, TunnelEnd { from_vmm: Some(main), ..TunnelEnd::default() }])
+        let results = self.reports.results.clone();
+        let on_end = move || {
+            // A VMM that has sent everything ends its streams, too.
+            if let Some(reason) = failure.take() {
+                let _ = results.send(Input::NotReconnected(failed(reason)));
+            }
+        };
+        let rest = TunnelEnd {
+            from_vmm: Some(main),
+            on_end: Some(Box::new(on_end)),
+            ..TunnelEnd::default()
+        };
+        self.begin([urgent, rest])
     }
 
     /// Connects the tunnels, in their order, with the VMM of the carried guest.

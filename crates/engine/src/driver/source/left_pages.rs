@@ -68,6 +68,11 @@ impl LeftPages {
         Self { memory, config: config.clone(), servers, redialer: Redialer::new(dialer, config) }
     }
 
+    /// Whether this process reads the pages from memory, and not the VMM.
+    pub fn are_read_here(&self) -> bool {
+        self.memory.is_some()
+    }
+
     /// Connects the VMM of a carried guest to new streams.
     ///
     /// # Errors

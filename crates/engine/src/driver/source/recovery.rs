@@ -129,11 +129,18 @@ pub fn recover<V: AbandonedVm>(
                 (Ok(redialed), Some(pages)) => pages.rejoin(redialed),
                 _ => Input::Tick,
             },
-            default(wait) => Input::Tick,
+            default(wait.min(LOOK)) => Input::Tick,
         };
         recovery.machine.handle(started.elapsed(), input);
+        if recovery.has_lost_pages() {
+            let ended = Input::VmmEnded("it has ended".into());
+            recovery.machine.handle(started.elapsed(), ended);
+        }
     }
 }
+
+/// The longest wait: nothing notifies this process when the VMM ends.
+const LOOK: Duration = Duration::from_secs(1);
 
 static NEVER: LazyLock<Receiver<Redialed>> = LazyLock::new(crossbeam_channel::never);
 
@@ -183,6 +190,12 @@ impl<V: AbandonedVm> Recovery<V> {
             action => return self.pages.as_mut().and_then(|pages| pages.execute(action)),
         }
         None
+    }
+
+    /// Whether the VMM of a carried guest has ended, and has taken the missing pages along.
+    fn has_lost_pages(&self) -> bool {
+        let sends = self.pages.as_ref().is_some_and(|pages| !pages.are_read_here());
+        matches!(&self.guest, SourceGuest::Committed(guest) if sends && guest.has_ended())
     }
 
     fn finish(mut self, ending: Ending) -> Recovered<V> {

@@ -10,8 +10,8 @@ use super::io::{Action, Input};
 use super::opening::{Acceptance, from_release};
 use super::passes::Pass;
 use super::phase::{Found, Phase};
+use super::post_copy::CarriedPostCopy;
 use crate::error::MigrateError;
-use crate::vmm::PostCopyFailed;
 use vmferry_handover::{SessionKind, SourceEvent, SourceState};
 
 impl Phase {
@@ -43,12 +43,7 @@ impl Phase {
             Input::LaneNotRejoined { lane, error } => {
                 return self.on_not_restored(common, now, Some(lane), error);
             }
-            Input::Failed(error) => return self.fail(common, now, error),
-            Input::NotReconnected(MigrateError::Vm { source, .. })
-                if PostCopyFailed::is_in(&source) =>
-            {
-                return self.on_vmm_ended(common, now, source);
-            }
+            Input::Failed(error) => return self.on_failed(common, now, error),
             Input::NotReconnected(error) => return self.on_not_reconnected(common, now, &error),
             Input::VmmEnded(error) => return self.on_vmm_ended(common, now, error),
             Input::Cancel => return self.on_cancel(common, now),
@@ -105,6 +100,10 @@ impl Phase {
             }
             (Input::FetchLanesJoined, Self::Sending(sending)) => {
                 sending.on_fetch_lanes_joined(common)
+            }
+            (Input::TooLateForPostCopy, phase @ Self::Sending(_)) => {
+                common.post_copy.carried = CarriedPostCopy::TooLate;
+                phase
             }
             (Input::Paused { stood_still }, Self::Pausing(pausing)) => {
                 pausing.on_paused(common, now, stood_still)

@@ -154,10 +154,12 @@ pub enum Input {
     Flowing,
     /// An action failed.
     Failed(MigrateError),
-    /// The VMM of a carried guest could not be connected to new streams.
+    /// The VMM of a carried guest, told to begin its post-copy, had stopped the guest by itself:
+    /// `Stopped` follows.
+    TooLateForPostCopy,
+    /// The VMM of a carried guest could not be connected to new streams, or these have failed.
     NotReconnected(MigrateError),
-    /// The VMM of a carried guest has ended, and the guest's memory here with it, or its post-copy
-    /// has failed for good.
+    /// The VMM of a carried guest has ended, and the guest's memory here with it.
     VmmEnded(VmError),
     /// The user cancels the migration.
     Cancel,

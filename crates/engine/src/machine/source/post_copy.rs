@@ -54,6 +54,8 @@ pub(super) enum CarriedPostCopy {
     Opening,
     /// The VMM was told to stop the guest.
     Begun,
+    /// The VMM had stopped it by itself.
+    TooLate,
 }
 
 /// The channel of a fetch lane.

@@ -17,6 +17,7 @@ use super::reconnect::RETRY;
 use crate::causes::chain;
 use crate::error::MigrateError;
 use crate::link::channel_name;
+use crate::vmm::PostCopyFailed;
 
 /// A channel that lived for less is not replaced at once.
 const SHORT: Duration = Duration::from_secs(1);
@@ -86,6 +87,19 @@ impl Common {
 }
 
 impl Phase {
+    /// An action has failed, or a VMM by itself.
+    pub(super) fn on_failed(self, common: &mut Common, now: Duration, error: MigrateError) -> Self {
+        if !matches!(&error, MigrateError::Vm { source, .. } if PostCopyFailed::is_in(source)) {
+            return self.fail(common, now, error);
+        }
+        if matches!(self, Self::Serving(_)) {
+            return self.on_not_reconnected(common, now, &error);
+        }
+        // The destination is asked, and may run the guest.
+        common.post_copy.streams = Some(LateStreamsId::NONE);
+        self.fail(common, now, error)
+    }
+
     /// The VMM of a carried guest has no streams, and is tried again when the destination answers
     /// again.
     pub(super) fn on_not_reconnected(
@@ -95,7 +109,10 @@ impl Phase {
         error: &MigrateError,
     ) -> Self {
         common.post_copy.streams = Some(LateStreamsId::NONE);
-        let Self::Serving(serving) = self else { return self };
+        let serving = match self {
+            Self::Serving(serving) if common.handover == SourceState::Serving => serving,
+            phase => return phase,
+        };
         common.report_serving_failure(error);
         common.ask(now, common.timeouts().ask);
         serving.on_ask()
@@ -256,8 +273,7 @@ impl Phase {
         self.lose_pages(common, now, MigrateError::GivenUp)
     }
 
-    /// The VMM of a carried guest has ended, or its post-copy has failed for good. Pages that the
-    /// destination lacks are lost.
+    /// The VMM of a carried guest has ended. Pages that the destination lacks are lost.
     pub(super) fn on_vmm_ended(self, common: &mut Common, now: Duration, source: VmError) -> Self {
         if common.keeps_pages() {
             return self.lose_pages(common, now, MigrateError::PagesLost { source });

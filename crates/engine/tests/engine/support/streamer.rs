@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use rustix::net::{RecvFlags, recv};
 use vmferry::vmm::streamed::{
-    LateStreams, Marks, OutgoingStream, PageMark, Recogniser, StreamEvent, StreamEvents, StreamedVm,
+    LateStreams, Marks, OutgoingStream, PageMark, PostCopyStart, Recogniser, StreamEvent,
+    StreamEvents, StreamedVm,
 };
 use vmferry::{GuestDescription, Resume, VmError};
 use vmferry_handover::Reconnect;
@@ -45,6 +46,8 @@ pub struct Plan {
     /// It has post-copy: it answers requests until the other VMM needs nothing more. This is the
     /// number of pages that it says it has not sent.
     pub post_copy: Option<u64>,
+    /// It stops the guest by itself before it is told to begin its post-copy.
+    pub stops_first: bool,
 }
 
 impl Default for Plan {
@@ -62,6 +65,7 @@ impl Default for Plan {
             until,
             drains: false,
             post_copy: None,
+            stops_first: false,
         }
     }
 }
@@ -189,8 +193,7 @@ impl StreamedVm for Streamer {
             let mut urgent = None;
             if self.plan.post_copy.is_some() {
                 let (answered, answers) = UnixStream::pair()?;
-                self.late =
-                    Some(LateStreams { requests: theirs.try_clone()?, urgent: Some(answers) });
+                self.late = Some(LateStreams::new(theirs.try_clone()?, Some(answers)));
                 urgent = Some(answered);
             }
             self.cut.push(ours.try_clone()?);
@@ -240,10 +243,10 @@ impl StreamedVm for Streamer {
         }
     }
 
-    fn begin_post_copy(&mut self) -> Result<(), VmError> {
-        self.answers.store(true, Ordering::SeqCst);
+    fn begin_post_copy(&mut self) -> Result<PostCopyStart, VmError> {
+        self.answers.store(!self.plan.stops_first, Ordering::SeqCst);
         self.plan.until.store(true, Ordering::SeqCst);
-        Ok(())
+        if self.plan.stops_first { Ok(PostCopyStart::TooLate) } else { Ok(PostCopyStart::Begun) }
     }
 
     fn forbid_post_copy(&mut self) {

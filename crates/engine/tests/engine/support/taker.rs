@@ -50,7 +50,7 @@ impl DestinationVm for Taker {
             if self.requests.is_some() {
                 let (answers, urgent) = UnixStream::pair().unwrap();
                 let requests = theirs.try_clone().unwrap();
-                let theirs = Some(LateStreams { requests, urgent: Some(urgent) });
+                let theirs = Some(LateStreams::new(requests, Some(urgent)));
                 let requests = ours.try_clone().unwrap();
                 self.late = Some(Late { theirs, requests, answers });
             }

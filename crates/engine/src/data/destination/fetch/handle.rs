@@ -75,6 +75,18 @@ pub struct FetchProgress {
     pub stats: FetchStats,
 }
 
+impl FetchProgress {
+    /// How long the rest takes at the present rate, for people.
+    #[must_use]
+    pub fn time_left(&self) -> String {
+        match self.eta_ms {
+            None => "no page arrives now".into(),
+            Some(ms) if ms < 120e3 => format!("about {:.0} s are left", (ms / 1e3).max(1.0)),
+            Some(ms) => format!("about {:.0} min are left", ms / 60e3),
+        }
+    }
+}
+
 impl std::fmt::Debug for FetchHandle {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("FetchHandle").field(&self.progress()).finish()

@@ -261,7 +261,7 @@ fn begin_again<V: DestinationVm>(
 /// What the two tunnels connect: first the pages that threads wait for, with the requests, then the
 /// rest of the main stream.
 fn tunnel_ends(
-    LateStreams { requests, urgent }: LateStreams,
+    LateStreams { requests, urgent, .. }: LateStreams,
     rest: Option<UnixStream>,
     results: Sender<Input>,
 ) -> [TunnelEnd; 2] {

@@ -16,7 +16,7 @@ use crate::data::tunnel::TunnelEnd;
 use crate::error::MigrateError;
 use crate::machine::source::io::{Action, Input, Saved};
 use crate::rounds::tracker::LaneTotals;
-use crate::vmm::streamed::{LateStreams, StreamEvent, StreamedVm};
+use crate::vmm::streamed::{LateStreams, PostCopyStart, StreamEvent, StreamedVm};
 use vmferry_handover::SourceGuest;
 
 /// How often the limit of data in flight is adjusted.
@@ -110,7 +110,7 @@ impl StreamedGuest {
     fn tunnel<V: StreamedVm>(&self, core: &mut Core<'_, V>) -> Result<(), MigrateError> {
         let SourceGuest::Paused(paused) = &mut core.guest else { return Ok(()) };
         let failed = |source| MigrateError::Vm { action: "send what is left", source };
-        let LateStreams { requests, urgent } =
+        let LateStreams { requests, urgent, .. } =
             paused.with_vm(StreamedVm::late_streams).map_err(failed)?;
         let left = self.streams.as_ref().and_then(|streams| streams.left(0));
         let Cutting { socket, first } =
@@ -205,7 +205,11 @@ impl<V: StreamedVm> GuestSide<V> for StreamedGuest {
             Action::BeginCarriedPostCopy => {
                 let SourceGuest::Running(running) = &mut core.guest else { return None };
                 let failed = |source| MigrateError::Vm { action: "begin its post-copy", source };
-                running.vm().begin_post_copy().err().map(|error| Input::Failed(failed(error)))
+                match running.vm().begin_post_copy() {
+                    Ok(PostCopyStart::Begun) => None,
+                    Ok(PostCopyStart::TooLate) => Some(Input::TooLateForPostCopy),
+                    Err(error) => Some(Input::Failed(failed(error))),
+                }
             }
             Action::CutStreams { pages } => {
                 self.late_pages = Some(pages);

@@ -127,16 +127,30 @@ fn streams_of_a_carried_guest_begin_again_if_the_destination_has_others() {
     assert_eq!(reconnects(&mut source), 1);
 }
 
-/// It can't be connected again.
+/// By itself, or with the process that carries it: it is connected again in any case.
 #[test]
-fn guest_loses_its_missing_pages_if_the_post_copy_of_the_vmm_has_failed() {
+fn streams_begin_again_if_the_post_copy_of_the_vmm_has_failed() {
+    let asks_for_streams = |source: &mut Source| {
+        did(source).iter().any(|action| {
+            let has_none = |offer: &LaneOffer| offer.streams == Some(LateStreamsId::NONE);
+            matches!(action, Action::Ask { offer: Some(offer), .. } if has_none(offer))
+        })
+    };
+    let failure = || {
+        let source = PostCopyFailed.into();
+        MigrateError::Vm { action: "stream the guest", source }
+    };
     let mut source = serving();
     source.common.post_copy.streams = Some(LateStreamsId::FIRST);
-    source.handle(NOW, answer_with_streams(&source, 5));
-    let failed = PostCopyFailed.into();
-    let failed = MigrateError::Vm { action: "go on with its post-copy", source: failed };
-    source.handle(NOW, Input::NotReconnected(failed));
-    assert!(matches!(source.ending(), Some(Ending::Lost(MigrateError::PagesLost { .. }))));
+    let _ = did(&mut source);
+    for input in [Input::Failed(failure()), Input::NotReconnected(failure())] {
+        source.handle(NOW, input);
+        assert!(asks_for_streams(&mut source), "{source:?}");
+        assert_eq!(source.handover(), SourceState::Serving);
+        source.handle(NOW, answer_with_streams(&source, 5));
+        let reconnects = |action: &Action| matches!(action, Action::ReconnectVmm);
+        assert!(did(&mut source).iter().any(reconnects));
+    }
 }
 
 /// Its pages are read by this side.
