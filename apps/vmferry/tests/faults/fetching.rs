@@ -57,8 +57,19 @@ struct Fetching {
     _world: World,
 }
 
+/// Enough missing pages for three faults among them.
+const ENOUGH: f64 = 2000.0;
+
 impl Fetching {
-    fn begin([guest, kind]: [&str; 2]) -> Self {
+    /// On a busy host a guest may have too little processor time to write enough: it is moved again
+    /// then.
+    fn begin(guest: [&str; 2]) -> Self {
+        let mut moves = std::iter::repeat_with(|| Self::move_once(guest)).take(5);
+        let moved = moves.find(|moved| moved.missing > ENOUGH);
+        moved.unwrap_or_else(|| panic!("{guest:?}: the guest never lacks enough pages"))
+    }
+
+    fn move_once([guest, kind]: [&str; 2]) -> Self {
         let world = World::without_certificates();
         let (a, b) = (world.host("a"), world.host("b"));
         let flags = ["--guest", guest, "--memory", "64M", "--memory-kind", kind];
@@ -71,7 +82,6 @@ impl Fetching {
         let mut send = a.start(&[&to[..], &limits].concat());
         send.event("serving");
         let missing = destination.event("fetching")["pages"].as_f64().unwrap();
-        assert!(missing > 2000.0, "{missing} pages are missing");
         Self { b, source, destination, proxy, send: Some(send), missing, _world: world }
     }
 
