@@ -1,5 +1,6 @@
-//! The last pages of carried guests. QEMU does not pause a post-copy whose last page it has written,
-//! and can't be connected again: it would even continue the guest, which runs at the destination.
+//! The last pages of carried guests. QEMU does not pause a post-copy whose last page it has
+//! written, and can't be connected again: it would even continue the guest, which runs at the
+//! destination.
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
