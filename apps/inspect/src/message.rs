@@ -106,6 +106,7 @@ pub fn control(message: &ControlMessage) -> Value {
             release,
             streams,
             fetch_lanes,
+            witness,
             ..
         } => {
             let pages = layout.iter().fold(0_u64, |sum, slot| sum.saturating_add(slot.pages));
@@ -117,6 +118,9 @@ pub fn control(message: &ControlMessage) -> Value {
             });
             if let Some(FetchLanes { faults, background }) = fetch_lanes {
                 begin["fetch_lanes"] = json!({ "faults": faults, "background": background });
+            }
+            if let Some(witness) = witness {
+                begin["witness"] = json!(witness);
             }
             begin
         }

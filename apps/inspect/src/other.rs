@@ -68,13 +68,16 @@ pub fn journal<R: Read>(name: &str, bytes: &mut Bytes<R>, tell: &mut Tell<'_>) -
 
 fn fields(promise: &Promise) -> Value {
     match promise {
-        Promise::Open { guest, peer, peer_names, at, order, process } => {
+        Promise::Open { guest, peer, peer_names, at, order, process, witness } => {
             let mut fields = json!({
                 "guest": guest.name, "uuid": guest.uuid, "peer": peer, "peer_names": peer_names,
                 "at": at, "order": order,
             });
             if let Some(process) = process {
                 fields["process"] = json!(process);
+            }
+            if let Some(witness) = witness {
+                fields["witness"] = json!(witness);
             }
             fields
         }

@@ -1,7 +1,7 @@
 //! Errors of the engine, sorted by whose fault they are.
 
 use std::time::Duration;
-use vmferry_handover::VmError;
+use vmferry_handover::{VmError, WitnessId};
 
 use vmferry_dirty::DirtyLogError;
 use vmferry_faults::FaultError;
@@ -205,6 +205,33 @@ pub enum MigrateError {
          upgrade vmferry there, or continue the guest first"
     )]
     PausedForOldPeer,
+    /// The witness did not answer the destination's claim.
+    #[error(
+        "the witness {witness} did not answer for {}, so the guest was not started here",
+        humantime_seconds(*.after)
+    )]
+    ClaimUnanswered {
+        /// The witness.
+        witness: WitnessId,
+        /// How long the destination has waited.
+        after: Duration,
+        /// Why the last request failed, if it did.
+        source: Option<VmError>,
+    },
+    /// The witness has refused the destination's claim.
+    #[error(
+        "the witness {witness} has given the guest back to the source, which could not reach this \
+         host, so it was not started here"
+    )]
+    ClaimRefused {
+        /// The witness.
+        witness: WitnessId,
+    },
+    /// The session was to have a witness, and the destination's release can't have one.
+    #[error(
+        "the destination's release (protocol version 1) asks no witness: upgrade vmferry there"
+    )]
+    NoWitnessThere,
     /// The journal failed, so no promise was made.
     #[error("no promise could be made")]
     Journal(#[from] JournalError),
@@ -313,11 +340,15 @@ impl MigrateError {
                 _ => ErrorClass::Internal,
             },
             Self::Protocol { .. } => ErrorClass::Protocol,
-            Self::Undecodable { .. } | Self::NoPostCopy { .. } | Self::PausedForOldPeer => {
-                ErrorClass::Incompatible
-            }
+            Self::Undecodable { .. }
+            | Self::NoPostCopy { .. }
+            | Self::PausedForOldPeer
+            | Self::NoWitnessThere => ErrorClass::Incompatible,
             Self::PoweredOff | Self::NothingLeft { .. } => ErrorClass::GuestState,
-            Self::LinkLost { .. } | Self::TimedOut { .. } => ErrorClass::LinkLost,
+            Self::LinkLost { .. }
+            | Self::TimedOut { .. }
+            | Self::ClaimUnanswered { .. }
+            | Self::ClaimRefused { .. } => ErrorClass::LinkLost,
             Self::NotConverging(_) | Self::PauseTooLong { .. } => ErrorClass::NotConverging,
             Self::Cancelled { .. } => ErrorClass::Cancelled,
             Self::DigestMismatch { .. }
@@ -347,11 +378,15 @@ impl MigrateError {
             Self::Cancelled { .. } => ReasonCode::Cancelled,
             Self::NotConverging(_) | Self::PauseTooLong { .. } => ReasonCode::Cancelled,
             Self::Protocol { .. } => ReasonCode::Protocol,
-            Self::Undecodable { .. } | Self::NoPostCopy { .. } | Self::PausedForOldPeer => {
-                ReasonCode::Incompatible
-            }
+            Self::Undecodable { .. }
+            | Self::NoPostCopy { .. }
+            | Self::PausedForOldPeer
+            | Self::NoWitnessThere => ReasonCode::Incompatible,
             Self::PoweredOff | Self::NothingLeft { .. } => ReasonCode::PoweredOff,
-            Self::TimedOut { .. } | Self::LinkLost { .. } => ReasonCode::TimedOut,
+            Self::TimedOut { .. }
+            | Self::LinkLost { .. }
+            | Self::ClaimUnanswered { .. }
+            | Self::ClaimRefused { .. } => ReasonCode::TimedOut,
             Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ReasonCode::DigestMismatch,
             Self::DirtyLog(_) | Self::Memory(_) | Self::Faults(_) => ReasonCode::Memory,
             Self::Vm { .. } => ReasonCode::State,

@@ -22,6 +22,7 @@ pub mod config;
 pub mod probe;
 pub mod stats;
 pub mod vmm;
+pub mod witness;
 
 // Public only for the simulator, the fuzz targets and the benchmarks of this workspace.
 #[doc(hidden)]
@@ -53,7 +54,7 @@ pub mod destination {
     pub use crate::driver::destination::absent::answer_without_receiver;
     pub use crate::driver::destination::left::{fetch_for_left, record_crashed, record_fetched};
     pub use crate::driver::destination::notice::Notice;
-    pub use crate::driver::destination::receive::{Owned, Received, Stop, Witness, receive};
+    pub use crate::driver::destination::receive::{Owned, Received, Responder, Stop, receive};
     pub use crate::machine::destination::io::Report;
 }
 

@@ -10,7 +10,9 @@ pub enum DestinationState {
     /// All memory is placed, the state is loaded and the digests agree. The destination waits for
     /// COMMIT.
     Ready,
-    /// COMMIT was received, and RUN-INTENT is being written.
+    /// COMMIT was received, and the witness, if there is one, is asked for the guest.
+    Claiming,
+    /// RUN-INTENT is being written.
     IntentWriting,
     /// RUN-INTENT is on disk: this host owns the guest from now on, and needs nothing of the
     /// source.
@@ -47,6 +49,10 @@ pub enum DestinationEvent {
     LinkLost,
     /// No COMMIT was received within the configured time.
     CommitTimeout,
+    /// The witness has granted the guest to this host, or the session has no witness.
+    Claimed,
+    /// The witness has given the guest back to the source, or freed it.
+    ClaimRefused,
     /// RUN-INTENT of a session of this kind is on disk.
     IntentWritten(SessionKind),
     /// Every page is placed, or the guest was ended on purpose: nothing of the source is needed.
@@ -70,6 +76,9 @@ pub enum DestinationEvent {
 pub enum DestinationEffect {
     /// Tell the source that this side is READY.
     SendReady,
+    /// Claim the guest at the witness, and report `Claimed` or `ClaimRefused`. An unanswered claim
+    /// is neither. Without a witness, report `Claimed` at once.
+    Claim,
     /// Append RUN-INTENT, synced, and report `IntentWritten` or `JournalFailed`.
     WriteIntent,
     /// Append ABORTED, synced, and report `AbortWritten` or `JournalFailed`.
@@ -117,9 +126,11 @@ impl DestinationState {
     #[must_use]
     pub fn word(self) -> SessionWord {
         match self {
-            Self::Receiving | Self::Ready | Self::IntentWriting | Self::AbortWriting => {
-                SessionWord::Pending
-            }
+            Self::Receiving
+            | Self::Ready
+            | Self::Claiming
+            | Self::IntentWriting
+            | Self::AbortWriting => SessionWord::Pending,
             Self::Owns => SessionWord::Owns,
             Self::Fetching | Self::FetchedWriting | Self::EndedWriting => SessionWord::Fetching,
             Self::Ended => SessionWord::Ended,
@@ -150,9 +161,12 @@ impl DestinationState {
             (S::Receiving, On::Loaded) => (S::Ready, &[Do::SendReady]),
             // COMMIT without READY means a broken peer: the guest is incomplete here.
             (S::Receiving, On::Failed | On::LinkLost | On::Commit | On::CommitTimeout)
-            | (S::Ready, On::Failed | On::CommitTimeout) => (S::AbortWriting, &[Do::WriteAborted]),
+            // A claim permits RUN-INTENT and does not demand it.
+            | (S::Ready | S::Claiming, On::Failed | On::CommitTimeout)
+            | (S::Claiming, On::ClaimRefused) => (S::AbortWriting, &[Do::WriteAborted]),
 
-            (S::Ready, On::Commit) => (S::IntentWriting, &[Do::WriteIntent]),
+            (S::Ready, On::Commit) => (S::Claiming, &[Do::Claim]),
+            (S::Claiming, On::Claimed) => (S::IntentWriting, &[Do::WriteIntent]),
             // The source may have journaled COMMIT. Only the timeout or the source's word ends the
             // wait.
             (S::Ready, On::LinkLost) => (S::Ready, &[]),
@@ -236,9 +250,10 @@ pub fn recover_destination(
 mod tests {
     use super::*;
 
-    const STATES: [DestinationState; 11] = [
+    const STATES: [DestinationState; 12] = [
         DestinationState::Receiving,
         DestinationState::Ready,
+        DestinationState::Claiming,
         DestinationState::IntentWriting,
         DestinationState::Owns,
         DestinationState::Fetching,
@@ -249,12 +264,14 @@ mod tests {
         DestinationState::Aborted,
         DestinationState::Stuck,
     ];
-    const EVENTS: [DestinationEvent; 14] = [
+    const EVENTS: [DestinationEvent; 16] = [
         DestinationEvent::Loaded,
         DestinationEvent::Commit,
         DestinationEvent::Failed,
         DestinationEvent::LinkLost,
         DestinationEvent::CommitTimeout,
+        DestinationEvent::Claimed,
+        DestinationEvent::ClaimRefused,
         DestinationEvent::IntentWritten(SessionKind::PreCopy),
         DestinationEvent::IntentWritten(SessionKind::PostCopy),
         DestinationEvent::Fetched,
@@ -276,6 +293,16 @@ mod tests {
                 assert_eq!(effects.contains(&DestinationEffect::Run), first_run);
                 assert!(!next.may_run() || state.may_run() || first_run);
             }
+        }
+    }
+
+    #[test]
+    fn run_intent_is_written_only_after_the_claim_is_granted() {
+        for (state, event) in STATES.into_iter().flat_map(|s| EVENTS.map(|event| (s, event))) {
+            let (_, effects) = state.step(event);
+            let granted = state == DestinationState::Claiming && event == DestinationEvent::Claimed;
+            let writes = effects.contains(&DestinationEffect::WriteIntent);
+            assert_eq!(writes, granted, "{state:?} {event:?}");
         }
     }
 

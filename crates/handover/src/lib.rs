@@ -13,14 +13,15 @@
 //!      |  <---------------------------------READY------ Ready
 //!   Committing   journal COMMIT                           |
 //!      |                                                  |
-//!   Committed --COMMIT-------------------------------> IntentWriting   journal RUN-INTENT
+//!   Committed --COMMIT-------------------------------> Claiming        ask the witness, if any
+//!      |                                               IntentWriting   journal RUN-INTENT
 //!      |                                                  |
 //!      |  <-------------------------------RUNNING------ Owns           run the guest
 //!   Given
 //!
 //!   With post-copy the guest runs before every page is there:
 //!
-//!   Committed --COMMIT-------------------------------> IntentWriting
+//!   Committed --COMMIT-------------------------------> Claiming, IntentWriting
 //!      |                                                  | journal RUN-INTENT-POST-COPY
 //!      |                                                  |
 //!      |  <------------------------------FETCHING------ Fetching       run the guest
@@ -44,7 +45,7 @@
 //! The invariants:
 //! 1. The source lets the guest run only in `Holding` and `Kept`.
 //! 2. The source enters `Kept` from a committed state only after the destination's journaled word
-//!    `Aborted`, or on the operator's order.
+//!    `Aborted`, after the witness has given the guest back, or on the operator's order.
 //! 3. The destination runs the guest only in `Owns`, `Fetching` and `FetchedWriting`, which it
 //!    enters only when RUN-INTENT is on disk. From there on the guest is the destination's, also
 //!    when it has crashed (`EndedWriting`, `Ended`).
@@ -58,6 +59,8 @@
 //!    with RUNNING, `Owns`, or the operator's order to give the guest up.
 //! 9. The word `Ended` means that the guest has crashed while it lacked pages. It frees nothing:
 //!    only the operator's order does.
+//! 10. With a witness the destination writes RUN-INTENT only after the witness has granted its
+//!     claim. An unanswered request is neither granted nor refused. See [`Register`].
 
 #![forbid(unsafe_code)]
 
@@ -68,6 +71,7 @@ mod finish;
 mod guest;
 mod identity;
 mod source;
+mod witness;
 
 pub use destination::{
     DestinationEffect, DestinationEvent, DestinationRecords, DestinationState, recover_destination,
@@ -85,3 +89,4 @@ pub use identity::{GuestIdentity, MAX_NAME_BYTES, SessionId, SessionKind, Sessio
 pub use source::{
     OperatorWord, SourceEffect, SourceEvent, SourceRecords, SourceState, recover_source,
 };
+pub use witness::{BadWitnessId, MAX_WITNESS_BYTES, Register, WitnessId, WitnessRequest};

@@ -49,6 +49,8 @@ pub enum SourceEvent {
     Fetching,
     /// The destination's journaled answer about this session.
     Word(SessionWord),
+    /// The witness has given the guest back: the destination never runs it.
+    TakenBack,
     /// The link to the destination was lost, or was silent for too long.
     LinkLost,
     /// Before COMMIT: this side failed, the destination reported a failure, or the user canceled.
@@ -168,9 +170,8 @@ impl SourceState {
                 (S::Ended, &[Do::WriteServing])
             }
             (S::Serving | S::Ended, On::GiveUp) => (S::Given, &[Do::WriteGiven, Do::Release]),
-            (S::Committed | S::InDoubt { .. }, On::Word(SessionWord::Aborted)) => {
-                (S::Kept, &[Do::Resume, Do::WriteKept])
-            }
+            (S::Committed | S::InDoubt { .. }, On::Word(SessionWord::Aborted))
+            | (S::InDoubt { .. }, On::TakenBack) => (S::Kept, &[Do::Resume, Do::WriteKept]),
             (S::Committed, On::LinkLost | On::Failed) => {
                 (S::InDoubt { recovered: false }, &[Do::Ask])
             }
@@ -241,7 +242,7 @@ mod tests {
         SourceState::Given,
         SourceState::Kept,
     ];
-    const EVENTS: [SourceEvent; 16] = [
+    const EVENTS: [SourceEvent; 17] = [
         SourceEvent::Ready,
         SourceEvent::CommitWritten,
         SourceEvent::CommitFailed,
@@ -252,6 +253,7 @@ mod tests {
         SourceEvent::Word(SessionWord::Owns),
         SourceEvent::Word(SessionWord::Fetching),
         SourceEvent::Word(SessionWord::Ended),
+        SourceEvent::TakenBack,
         SourceEvent::LinkLost,
         SourceEvent::Failed,
         SourceEvent::Operator(OperatorWord::DestinationOwns),
@@ -261,11 +263,12 @@ mod tests {
     ];
 
     #[test]
-    fn committed_source_resumes_only_after_aborted_or_the_operator() {
+    fn committed_source_resumes_only_after_aborted_the_witness_or_the_operator() {
         for state in STATES.into_iter().filter(|s| s.is_committed()) {
             for event in EVENTS {
                 let (next, effects) = state.step(event);
                 let allowed = event == SourceEvent::Word(SessionWord::Aborted)
+                    || event == SourceEvent::TakenBack
                     || event == SourceEvent::Operator(OperatorWord::SourceResumes);
                 assert!(
                     allowed || !effects.contains(&SourceEffect::Resume),

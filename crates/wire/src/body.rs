@@ -306,6 +306,7 @@ impl Begin {
             streams: false,
             used_bytes: Vec::new(),
             fetch_lanes: None,
+            witness: None,
         }
     }
 }

@@ -7,7 +7,7 @@ use crate::number;
 use crate::reason::Reason;
 use crate::session::Token;
 use vmferry_api::Release;
-use vmferry_handover::{GuestIdentity, SessionId, SessionKind, SessionWord};
+use vmferry_handover::{GuestIdentity, SessionId, SessionKind, SessionWord, WitnessId};
 
 /// Maximum length of the VMM-defined configuration, in bytes.
 pub const MAX_CONFIG_BYTES: usize = 16 << 10;
@@ -54,6 +54,9 @@ pub enum ControlMessage {
         /// Since version 2: the fetch lanes that the source opens if it switches over with
         /// post-copy. `None` if it never does.
         fetch_lanes: Option<FetchLanes>,
+        /// Since version 2: who decides the handover in doubt. A destination that does not ask the
+        /// same witness before it runs the guest must refuse.
+        witness: Option<WitnessId>,
     },
     /// D: accepts the guest. Data channels must present the token.
     Accept {

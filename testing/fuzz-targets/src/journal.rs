@@ -3,7 +3,7 @@
 use vmferry_handover::journal::{
     Record, SessionSummary, Side, Verdict, decode, recover_destination, recover_source,
 };
-use vmferry_handover::{DestinationState, SourceState};
+use vmferry_handover::{DestinationState, SourceState, WitnessId};
 use vmferry_wire::SessionId;
 
 use super::input::Input;
@@ -122,6 +122,7 @@ fn record(input: &mut Input<'_>, side: Side) -> Record {
             at: input.number(),
             order: input.number(),
             process: input.byte().is_multiple_of(2).then(|| text(input)),
+            witness: WitnessId::new(&text(input)).ok(),
         },
         (1, Side::Source) => match input.byte() % 3 {
             0 => Record::Commit,

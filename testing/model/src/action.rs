@@ -4,6 +4,7 @@ use std::fmt;
 
 use vmferry_handover::{DestinationEffect, OperatorWord, SourceEffect};
 
+use crate::witness::WitnessAction;
 use crate::world::{DestinationRecord, Message};
 
 /// One step of the model.
@@ -82,8 +83,13 @@ pub enum Action {
     OperatorSays(OperatorWord),
     /// The operator gives up a guest that lacks pages, because it has crashed or its host is lost.
     OperatorGivesUp,
+    /// A step that involves the witness.
+    Witness(WitnessAction),
     /// Faults stop from now on. Messages in flight are lost.
-    FaultsEnd,
+    FaultsEnd {
+        /// Whether the hosts can reach each other again.
+        linked: bool,
+    },
 }
 
 impl fmt::Display for Action {
@@ -137,7 +143,13 @@ impl fmt::Display for Action {
             Self::GuestMovesOn => f.write_str("destination: the guest is moved to a third host"),
             Self::OperatorSays(word) => write!(f, "operator: says {word:?}"),
             Self::OperatorGivesUp => f.write_str("operator: gives the guest up"),
-            Self::FaultsEnd => f.write_str("faults end; messages in flight are lost"),
+            Self::Witness(action) => action.fmt(f),
+            Self::FaultsEnd { linked: true } => {
+                f.write_str("faults end; messages in flight are lost")
+            }
+            Self::FaultsEnd { linked: false } => f.write_str(
+                "faults end but for the link between the hosts; messages in flight are lost",
+            ),
         }
     }
 }

@@ -97,9 +97,14 @@ impl Handover {
                 world.given_up = true;
                 self.source_event(world, SourceEvent::GiveUp);
             }
-            Action::FaultsEnd => {
+            Action::Witness(action) => self.apply_witness(world, action),
+            Action::FaultsEnd { linked } => {
                 world.faults_ended = true;
+                world.cut_for_good = !linked;
                 world.network.clear();
+                if let Some(witness) = &mut world.witness {
+                    witness.requests.clear();
+                }
             }
         }
     }
@@ -156,7 +161,7 @@ impl Handover {
         }
     }
 
-    fn source_event(&self, world: &mut World, event: SourceEvent) {
+    pub(crate) fn source_event(&self, world: &mut World, event: SourceEvent) {
         let Some(process) = &mut world.source.process else { return };
         let (state, effects) = match (self.broken, process.state, event) {
             (
@@ -172,6 +177,11 @@ impl Handover {
             (Some(BrokenRule::ServingResumes), SourceState::Serving, SourceEvent::LinkLost) => {
                 (SourceState::Kept, &[SourceEffect::Resume][..])
             }
+            (
+                Some(BrokenRule::UnansweredIsTakenBack),
+                SourceState::InDoubt { .. },
+                SourceEvent::LinkLost,
+            ) => process.state.step(SourceEvent::TakenBack),
             (
                 Some(BrokenRule::KeptBeforeResumed),
                 SourceState::Committed | SourceState::InDoubt { .. },
@@ -202,6 +212,7 @@ impl Handover {
             }
             SourceEffect::Ask => {
                 world.network.insert(Message::Query);
+                Self::take_back(world);
             }
             SourceEffect::WriteKept => world.source.kept |= !fails,
             SourceEffect::WriteGiven => world.source.given |= !fails,
@@ -249,7 +260,7 @@ impl Handover {
             Some(SourceProcess { state, todo: effects.to_vec(), writing: false });
     }
 
-    fn destination_event(&self, world: &mut World, event: DestinationEvent) {
+    pub(crate) fn destination_event(&self, world: &mut World, event: DestinationEvent) {
         let Some(process) = &mut world.destination.process else { return };
         let Some(state) = process.session else { return };
         let (next, effects) = match (self.broken, state, event) {
@@ -263,6 +274,11 @@ impl Handover {
                 DestinationState::IntentWriting,
                 DestinationEvent::IntentWritten(_),
             ) => state.step(DestinationEvent::IntentWritten(SessionKind::PreCopy)),
+            (
+                Some(BrokenRule::UnansweredIsGranted),
+                DestinationState::Claiming,
+                DestinationEvent::CommitTimeout,
+            ) => state.step(DestinationEvent::Claimed),
             _ => state.step(event),
         };
         process.session = Some(next);
@@ -270,16 +286,14 @@ impl Handover {
     }
 
     fn restart_destination(&self, world: &mut World) {
+        let records = world.destination_records();
         let destination = &mut world.destination;
         let recovered = recover_destination(DestinationRecords {
-            opened: destination.opened,
-            intent: destination.intent.then_some(match self.broken {
+            intent: records.intent.map(|kind| match self.broken {
                 Some(BrokenRule::FetchingForgotten) => SessionKind::PreCopy,
-                _ => world.kind,
+                _ => kind,
             }),
-            fetched: destination.fetched,
-            ended: destination.ended,
-            aborted: destination.aborted,
+            ..records
         });
         let session = recovered.map(|(state, _)| state);
         let mut todo = recovered.map_or(Vec::new(), |(_, effects)| effects.to_vec());
@@ -298,6 +312,10 @@ impl Handover {
             DestinationEffect::SendReady => {
                 world.network.insert(Message::Ready);
             }
+            DestinationEffect::Claim if self.broken == Some(BrokenRule::RunsUnclaimed) => {
+                self.destination_event(world, DestinationEvent::Claimed);
+            }
+            DestinationEffect::Claim => self.claim(world),
             DestinationEffect::WriteIntent if self.broken == Some(BrokenRule::NoRunIntent) => {
                 self.destination_event(world, DestinationEvent::IntentWritten(world.kind));
             }

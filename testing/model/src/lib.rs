@@ -25,6 +25,14 @@
 //! session: with pre-copy alone, and with post-copy, in which the guest runs at the destination
 //! before it has all pages.
 //!
+//! A session may have a witness ([`Witness`]): a register that the destination must claim the guest
+//! in, and in which a source in doubt takes it back. Requests to it are delayed, repeated and lost
+//! like messages, either host may be cut off from it, its data may be lost or replaced by a backup,
+//! and leases end at any time. The source's host may be fenced, and its guest started elsewhere.
+//! With a witness two more things are checked: the handover is also decided if faults end and the
+//! hosts still can't reach each other, and a guest that was not claimed comes back without an
+//! operator if the destination's host is lost.
+//!
 //! Operators are assumed to have checked before they resolve a handover in doubt: the model lets
 //! them say only what is true, and give a guest up only if its host is lost.
 //!
@@ -39,9 +47,11 @@ pub mod finish;
 mod model;
 mod report;
 mod settle;
+mod witness;
 mod world;
 
 pub use action::Action;
 pub use model::{BrokenRule, Handover};
-pub use report::{Finding, Outcome, check};
+pub use report::{Finding, Outcome, check, check_with_witness, first_violation};
+pub use witness::{Witness, WitnessAction};
 pub use world::{Destination, DestinationGuest, Message, Source, SourceGuest, World};

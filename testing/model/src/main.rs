@@ -6,7 +6,7 @@ use std::time::Instant;
 use clap::Parser;
 use serde_json::json;
 use vmferry_model::finish::{self, BrokenFinish};
-use vmferry_model::{BrokenRule, Finding, Outcome, check};
+use vmferry_model::{BrokenRule, Finding, Outcome, check, check_with_witness};
 
 /// Checks the handover of a guest between two hosts exhaustively, by vmferry itself and by libvirt
 /// through vmferry's daemons: two hosts never run the guest, the guest never continues from an
@@ -30,18 +30,22 @@ fn main() -> ExitCode {
         BrokenRule::ALL.iter().map(|&rule| (rule.name(), check(Some(rule)))).collect()
     });
     let begun = Instant::now();
+    let witnessed = Checked::new(check_with_witness(None), begun, Vec::new);
+    let begun = Instant::now();
     let finish = Checked::new(finish::check(None), begun, || {
         let rules = BrokenFinish::all().into_iter();
         rules.map(|rule| (rule.name(), finish::check(Some(rule)))).collect()
     });
-    let ok = handover.is_ok() && finish.is_ok();
+    let ok = handover.is_ok() && witnessed.is_ok() && finish.is_ok();
     if options.json {
         let mut result = handover.json();
+        result["with_witness"] = witnessed.json();
         result["finish"] = finish.json();
         result["ok"] = ok.into();
         println!("{result}");
     } else {
         print_whole("the handover", &handover);
+        print_whole("the handover with a witness", &witnessed);
         print_whole("libvirt's Finish", &finish);
         for (name, outcome) in handover.broken.iter().chain(&finish.broken) {
             print_broken(name, outcome);

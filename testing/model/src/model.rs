@@ -2,10 +2,11 @@
 
 use stateright::{Model, Property};
 use strum::{IntoStaticStr, VariantArray};
-use vmferry_handover::{DestinationState, OperatorWord, SessionKind, SourceState};
+use vmferry_handover::{DestinationState, OperatorWord, Register, SessionKind, SourceState};
 
 use crate::action::Action;
 use crate::explorer::Known;
+use crate::witness::Witness;
 use crate::world::{DestinationGuest, SourceGuest, World};
 
 /// The property that is checked after faults end.
@@ -72,6 +73,33 @@ pub enum BrokenRule {
     /// A restarted destination treats the RUN-INTENT of a guest that lacks pages as any other.
     #[strum(serialize = "a restarted destination forgets that the guest lacks pages")]
     FetchingForgotten,
+    /// A destination runs the guest although the witness was not asked.
+    #[strum(serialize = "the destination runs the guest without a claim")]
+    RunsUnclaimed,
+    /// A destination treats an unanswered claim as granted.
+    #[strum(serialize = "an unanswered claim is taken for a granted one")]
+    UnansweredIsGranted,
+    /// A source in doubt treats an unanswered request as granted.
+    #[strum(serialize = "a source that can't reach the witness takes the guest back")]
+    UnansweredIsTakenBack,
+    /// A source in doubt takes the guest back when the lease of the destination's host ends.
+    #[strum(serialize = "the end of the destination's lease gives the guest back")]
+    LeaseEndTakesBack,
+    /// A source releases the guest when the destination has claimed it.
+    #[strum(serialize = "a claim is taken for the destination's word that it owns the guest")]
+    ClaimedIsOwns,
+    /// A claim is written without a comparison.
+    #[strum(serialize = "a claim overwrites what the witness has on record")]
+    ClaimIsNotCompared,
+    /// An agent reports that the destination owns the guest before its journal says so.
+    #[strum(serialize = "OWNS is reported to the witness before RUN-INTENT is written")]
+    ReportedBeforeWritten,
+    /// The hosts trust a witness that was restored from a backup.
+    #[strum(serialize = "a witness that was restored from a backup is trusted")]
+    RestoredIsTrusted,
+    /// An operator frees the guests of a host that was not fenced.
+    #[strum(serialize = "a host is declared lost although it was not fenced")]
+    FreedWithoutFencing,
 }
 
 impl BrokenRule {
@@ -82,6 +110,22 @@ impl BrokenRule {
     #[must_use]
     pub fn name(self) -> &'static str {
         self.into()
+    }
+
+    /// Whether the rule is about the witness.
+    pub(crate) fn has_witness(self) -> bool {
+        matches!(
+            self,
+            Self::RunsUnclaimed
+                | Self::UnansweredIsGranted
+                | Self::UnansweredIsTakenBack
+                | Self::LeaseEndTakesBack
+                | Self::ClaimedIsOwns
+                | Self::ClaimIsNotCompared
+                | Self::ReportedBeforeWritten
+                | Self::RestoredIsTrusted
+                | Self::FreedWithoutFencing
+        )
     }
 
     /// The kind of session that the rule is about.
@@ -104,6 +148,10 @@ impl BrokenRule {
 pub struct Handover {
     /// The broken rule, if any.
     pub broken: Option<BrokenRule>,
+    /// Whether the session has a witness.
+    pub witnessed: bool,
+    /// The only kind of session to explore; `None` explores both.
+    pub kind: Option<SessionKind>,
     /// The only property to check; `None` checks all.
     pub only: Option<&'static str>,
     /// Fault-free states from which a settled state is known to be reachable.
@@ -113,6 +161,9 @@ pub struct Handover {
 impl Handover {
     fn source_actions(&self, world: &World, actions: &mut Vec<Action>) {
         let faults = !world.faults_ended;
+        if world.source.lost {
+            return;
+        }
         let Some(process) = &world.source.process else {
             actions.push(Action::SourceRestarts);
             return;
@@ -226,7 +277,7 @@ impl Handover {
                 } else if state == DestinationState::Fetching && !world.lacks_pages {
                     actions.push(Action::DestinationHasAll);
                 }
-                if state == DestinationState::Ready {
+                if matches!(state, DestinationState::Ready | DestinationState::Claiming) {
                     actions.push(Action::CommitTimesOut);
                 }
                 if faults || state == DestinationState::Receiving {
@@ -245,20 +296,35 @@ impl Model for Handover {
     type Action = Action;
 
     fn init_states(&self) -> Vec<World> {
-        let kinds = match self.broken {
+        let kinds = match self.kind.or(self.broken.map(BrokenRule::kind)) {
             None => vec![SessionKind::PreCopy, SessionKind::PostCopy],
-            Some(rule) => vec![rule.kind()],
+            Some(kind) => vec![kind],
         };
-        let of = |kind| [false, true].map(|outlives| World::start(outlives, kind));
+        let witness = self.witnessed.then(Witness::open);
+        let of = |kind| {
+            let witness = &witness;
+            [false, true].map(|outlives| World::start(outlives, kind, witness.clone()))
+        };
         kinds.into_iter().flat_map(of).collect()
     }
 
     fn actions(&self, world: &World, actions: &mut Vec<Action>) {
         self.source_actions(world, actions);
         self.destination_actions(world, actions);
-        actions.extend(world.network.iter().map(|message| Action::Deliver(*message)));
-        if !world.faults_ended && !world.destination.lost {
-            actions.push(Action::FaultsEnd);
+        if world.hosts_are_linked() {
+            actions.extend(world.network.iter().map(|message| Action::Deliver(*message)));
+        }
+        self.witness_actions(world, actions);
+        if world.faults_ended || world.source.lost {
+            return;
+        }
+        // A guest that was never claimed needs no operator, even if the destination is lost.
+        let gives_back = [Register::Open, Register::TakenBack, Register::Aborted].map(Option::Some);
+        if !world.destination.lost || gives_back.contains(&world.register()) {
+            actions.push(Action::FaultsEnd { linked: true });
+        }
+        if world.register().is_some() && !world.destination.lost {
+            actions.push(Action::FaultsEnd { linked: false });
         }
     }
 
@@ -271,7 +337,7 @@ impl Model for Handover {
     fn properties(&self) -> Vec<Property<Self>> {
         let mut properties = vec![
             Property::always("two hosts never run the guest", |_, world: &World| {
-                !world.runs_on_both_hosts()
+                !world.runs_on_two_hosts()
             }),
             Property::always("the guest never goes on from a past", |_, world: &World| {
                 !world.ran_outdated_state
@@ -303,19 +369,6 @@ impl Model for Handover {
                     && world.source.guest == SourceGuest::Running
                     && world.destination.aborted
             }),
-            Property::sometimes("both processes die while the guest lacks pages", |_, world| {
-                let World { source, destination, .. } = world;
-                world.lacks_pages
-                    && destination.guest == DestinationGuest::Running
-                    && source.process.is_none()
-                    && destination.process.is_none()
-            }),
-            Property::sometimes("a guest that lacked pages has all", |_, world: &World| {
-                world.destination.fetched && world.destination.guest == DestinationGuest::Running
-            }),
-            Property::sometimes("a guest crashes while it lacks pages", |_, world: &World| {
-                world.destination.ended && world.given_up
-            }),
             Property::sometimes("the source is in doubt", |_, world: &World| {
                 matches!(
                     world.source.process.as_ref().map(|process| process.state),
@@ -323,7 +376,54 @@ impl Model for Handover {
                 )
             }),
         ];
+        if self.kind != Some(SessionKind::PreCopy) {
+            properties.extend(post_copy_properties());
+        }
+        if self.witnessed {
+            properties.extend(witnessed_properties());
+        }
         properties.retain(|property| self.only.is_none_or(|only| property.name == only));
         properties
     }
+}
+
+/// What a witness is for.
+fn witnessed_properties() -> [Property<Handover>; 3] {
+    [
+        Property::sometimes("the witness gives the guest back", |_, world: &World| {
+            world.register() == Some(Register::TakenBack)
+                && world.source.guest == SourceGuest::Running
+                && world.source.kept
+        }),
+        Property::sometimes(
+            "the witness says that the destination has the guest",
+            |_, world: &World| {
+                world.register() == Some(Register::Owns)
+                    && world.cut_for_good
+                    && world.source.guest == SourceGuest::Released
+            },
+        ),
+        Property::sometimes("a fenced host's guest starts elsewhere", |_, world: &World| {
+            world.started_elsewhere
+        }),
+    ]
+}
+
+/// What a session with post-copy comes to.
+fn post_copy_properties() -> [Property<Handover>; 3] {
+    [
+        Property::sometimes("both processes die while the guest lacks pages", |_, world| {
+            let World { source, destination, .. } = world;
+            world.lacks_pages
+                && destination.guest == DestinationGuest::Running
+                && source.process.is_none()
+                && destination.process.is_none()
+        }),
+        Property::sometimes("a guest that lacked pages has all", |_, world: &World| {
+            world.destination.fetched && world.destination.guest == DestinationGuest::Running
+        }),
+        Property::sometimes("a guest crashes while it lacks pages", |_, world: &World| {
+            world.destination.ended && world.given_up
+        }),
+    ]
 }

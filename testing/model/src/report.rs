@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 use stateright::HasDiscoveries;
+use vmferry_handover::SessionKind;
 
 use crate::explorer::explore;
 use crate::model::{BrokenRule, Handover};
@@ -40,10 +41,11 @@ impl Outcome {
     }
 }
 
-/// Explores the whole state space, optionally with a broken rule.
+/// Explores the whole state space of a handover without a witness, or with a broken rule.
 #[must_use]
 pub fn check(broken: Option<BrokenRule>) -> Outcome {
-    let handover = |only| Handover { broken, only, ..Handover::default() };
+    let witnessed = broken.is_some_and(BrokenRule::has_witness);
+    let handover = |only| Handover { broken, witnessed, only, ..Handover::default() };
     let whole = explore(handover(None), HasDiscoveries::All);
     // That run finds the violated properties. One more for each of them stops at its first
     // violation, whose path is the shortest.
@@ -51,4 +53,19 @@ pub fn check(broken: Option<BrokenRule>) -> Outcome {
         explore(handover(Some(finding.property)), HasDiscoveries::AnyFailures).violations.pop()
     };
     Outcome { violations: whole.violations.iter().filter_map(shortest).collect(), ..whole }
+}
+
+/// Explores the whole state space of a handover with a witness, of one kind of session or of both.
+#[must_use]
+pub fn check_with_witness(kind: Option<SessionKind>) -> Outcome {
+    let handover = Handover { witnessed: true, kind, ..Handover::default() };
+    explore(handover, HasDiscoveries::All)
+}
+
+/// Explores with a broken rule until this property is violated, and looks for no other damage.
+#[must_use]
+pub fn first_violation(rule: BrokenRule, property: &'static str) -> Option<Finding> {
+    let (broken, only, witnessed) = (Some(rule), Some(property), rule.has_witness());
+    let handover = Handover { broken, only, witnessed, ..Handover::default() };
+    explore(handover, HasDiscoveries::AnyFailures).violations.into_iter().next()
 }

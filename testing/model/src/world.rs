@@ -3,8 +3,11 @@
 use std::collections::BTreeSet;
 
 use vmferry_handover::{
-    DestinationEffect, DestinationState, SessionKind, SessionWord, SourceEffect, SourceState,
+    DestinationEffect, DestinationRecords, DestinationState, SessionKind, SessionWord,
+    SourceEffect, SourceState,
 };
+
+use crate::witness::Witness;
 
 /// Both hosts and the network between them.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -16,6 +19,8 @@ pub struct World {
     /// Every message ever sent. A message may arrive at any time, repeatedly, or never. This models
     /// a network that delays, reorders, repeats and loses messages.
     pub network: BTreeSet<Message>,
+    /// The witness, if the session has one.
+    pub witness: Option<Witness>,
     /// Whether the guest at the destination outlives the process that receives it, like a QEMU
     /// guest. Otherwise it dies with that process.
     pub outlives: bool,
@@ -29,6 +34,10 @@ pub struct World {
     pub given_up: bool,
     /// Whether faults have ended.
     pub faults_ended: bool,
+    /// Whether the hosts cannot reach each other any more, although faults have ended.
+    pub cut_for_good: bool,
+    /// Whether the guest was started from its disks on a third host.
+    pub started_elsewhere: bool,
     /// Whether the guest has run at the destination.
     pub ran_at_destination: bool,
     /// Whether the guest has run at the source since its state was saved.
@@ -54,6 +63,8 @@ pub struct Source {
     pub guest: SourceGuest,
     /// Whether the guest was paused and everything was sent.
     pub sent_final: bool,
+    /// Whether the host was fenced.
+    pub lost: bool,
 }
 
 /// The process that migrates.
@@ -76,6 +87,8 @@ pub enum SourceGuest {
     Paused,
     /// It was released.
     Released,
+    /// It ended with its host.
+    Lost,
 }
 
 /// The destination.
@@ -174,7 +187,7 @@ impl Message {
 impl World {
     /// The initial state: the guest runs at the source, and the destination's process listens.
     #[must_use]
-    pub fn start(outlives: bool, kind: SessionKind) -> Self {
+    pub fn start(outlives: bool, kind: SessionKind, witness: Option<Witness>) -> Self {
         Self {
             source: Source {
                 process: Some(SourceProcess {
@@ -188,6 +201,7 @@ impl World {
                 serving: false,
                 guest: SourceGuest::Running,
                 sent_final: false,
+                lost: false,
             },
             destination: Destination {
                 process: Some(DestinationProcess::listening()),
@@ -200,23 +214,41 @@ impl World {
                 lost: false,
             },
             network: BTreeSet::new(),
+            witness,
             outlives,
             kind,
             lacks_pages: false,
             crashed_lacking: false,
             given_up: false,
             faults_ended: false,
+            cut_for_good: false,
+            started_elsewhere: false,
             ran_at_destination: false,
             resumed_here: false,
             ran_outdated_state: false,
         }
     }
 
-    /// Whether both hosts run the guest.
+    /// Whether two hosts run the guest.
     #[must_use]
-    pub fn runs_on_both_hosts(&self) -> bool {
-        self.source.guest == SourceGuest::Running
-            && self.destination.guest == DestinationGuest::Running
+    pub fn runs_on_two_hosts(&self) -> bool {
+        let here = self.source.guest == SourceGuest::Running;
+        let there = self.destination.guest == DestinationGuest::Running;
+        [here, there, self.started_elsewhere].into_iter().filter(|runs| *runs).count() > 1
+    }
+
+    /// Whether messages can arrive at all.
+    #[must_use]
+    pub fn hosts_are_linked(&self) -> bool {
+        !self.cut_for_good
+    }
+
+    /// The promises in the destination's journal.
+    #[must_use]
+    pub fn destination_records(&self) -> DestinationRecords {
+        let Destination { opened, intent, fetched, ended, aborted, .. } = self.destination;
+        let intent = intent.then_some(self.kind);
+        DestinationRecords { opened, intent, fetched, ended, aborted }
     }
 
     /// Whether the guest at the destination lacks pages that no host has any more.
@@ -237,6 +269,7 @@ impl World {
     #[must_use]
     pub fn can_fetch(&self) -> bool {
         self.lacks_pages
+            && self.hosts_are_linked()
             && self.source.process.is_some()
             && self.source.guest == SourceGuest::Paused
             && self.destination.process.is_some()
@@ -249,6 +282,7 @@ impl World {
             SourceGuest::Running => "the source runs the guest",
             SourceGuest::Paused => "the source has it paused",
             SourceGuest::Released => "the source has given it up",
+            SourceGuest::Lost => "it ended with the source's host",
         };
         let destination = match (self.destination.guest, &self.destination.process) {
             (DestinationGuest::Running, _) if self.has_lost_pages() => {
@@ -270,9 +304,39 @@ impl World {
             }
             _ => "the destination does not have it",
         };
+        let elsewhere = if self.started_elsewhere {
+            ", a third host has started it from its disks"
+        } else {
+            ""
+        };
         let past =
             if self.ran_outdated_state { ", and it continued from an outdated state" } else { "" };
-        format!("{source}, {destination}{past}")
+        format!("{source}, {destination}{elsewhere}{past}")
+    }
+
+    /// Whether the source has the guest, and nothing can change that.
+    fn is_kept(&self) -> bool {
+        let Some(source) = &self.source.process else { return false };
+        source.todo.is_empty()
+            && !source.writing
+            && source.state == SourceState::Kept
+            && self.source.guest == SourceGuest::Running
+    }
+
+    /// Whether the guest runs at the destination, lacks pages that the source keeps, and can't
+    /// fetch them because the hosts are cut off from each other.
+    fn waits_for_the_link(&self) -> bool {
+        let (Some(source), Some(destination)) = (&self.source.process, &self.destination.process)
+        else {
+            return false;
+        };
+        self.cut_for_good
+            && source.todo.is_empty()
+            && destination.todo.is_empty()
+            && source.state == SourceState::Serving
+            && self.source.guest == SourceGuest::Paused
+            && destination.session == Some(DestinationState::Fetching)
+            && self.destination.guest == DestinationGuest::Running
     }
 
     /// Whether everything is decided, exactly one host has the guest, and the guest runs. If a
@@ -281,6 +345,12 @@ impl World {
     /// its process.
     #[must_use]
     pub fn is_settled(&self) -> bool {
+        if self.destination.lost {
+            return self.is_kept();
+        }
+        if self.waits_for_the_link() {
+            return true;
+        }
         let (Some(source), Some(destination)) = (&self.source.process, &self.destination.process)
         else {
             return false;
@@ -295,7 +365,7 @@ impl World {
                 DestinationState::Owns | DestinationState::Ended | DestinationState::Aborted
             )
         );
-        let here = source.state == SourceState::Kept && self.source.guest == SourceGuest::Running;
+        let here = self.is_kept();
         let there =
             matches!(destination.session, Some(DestinationState::Owns | DestinationState::Ended));
         let runs_there = match self.destination.guest {

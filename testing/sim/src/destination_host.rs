@@ -15,7 +15,7 @@ use vmferry::machine::destination::{Destination, Left};
 use vmferry::machine::peer::DestinationSide;
 use vmferry::{DestinationVm, MigrateError, Timeouts};
 use vmferry_handover::journal::{Journal, Record, recover_destination};
-use vmferry_handover::{DestinationEffect, DestinationState};
+use vmferry_handover::{DestinationEffect, DestinationState, Register};
 use vmferry_wire::{ControlMessage, SessionId, Token, number as numbers};
 
 use self::session::Session;
@@ -27,6 +27,7 @@ use crate::hostile::forge;
 use crate::network::{ChannelId, Event, Network};
 use crate::plan::{Plan, Sabotage, Step};
 use crate::source_host::brief;
+use crate::witness::witness_id;
 
 /// The longest random delay before a thread of the destination reports what it has done, in
 /// microseconds: a few times the duration of an idle guest's round.
@@ -71,7 +72,8 @@ impl DestinationHost {
         network: &mut Network,
     ) -> Self {
         let token = Token(network.rng.u128(..).to_le_bytes());
-        let our_side = DestinationSide { protocol: network.protocol, ..DestinationSide::default() };
+        let (protocol, witness) = (network.protocol, network.witness.is_some().then(witness_id));
+        let our_side = DestinationSide { protocol, witness, ..DestinationSide::default() };
         let machine = Destination::new(timeouts, token, our_side, network.now());
         let what = (plan.post_copy, plan.sabotage);
         let session = Session::new(machine, guest.attach(), token, Some(control), what);
@@ -230,6 +232,12 @@ impl DestinationHost {
         if number == self.number
             && let Some(session) = &mut self.session
         {
+            let input = match input {
+                Input::Claimed(Err(_)) if self.sabotage == Some(Sabotage::RunUnclaimed) => {
+                    Input::Claimed(Ok(Register::Claimed))
+                }
+                input => input,
+            };
             session.machine.handle(network.now(), input);
             self.pump(network);
         }

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
+use vmferry_handover::WitnessId;
 use vmferry_handover::journal::{Journal, JournalError, Record, Side, decode};
 use vmferry_wire::SessionId;
 
@@ -56,7 +57,12 @@ impl Disk {
     ///
     /// # Errors
     /// If the journal exists, or the write fails.
-    pub fn create(&self, session: SessionId, peer: &str) -> Result<SimJournal, JournalError> {
+    pub fn create(
+        &self,
+        session: SessionId,
+        peer: &str,
+        witness: Option<WitnessId>,
+    ) -> Result<SimJournal, JournalError> {
         if self.state.lock().files.insert(session.0, Vec::new()).is_some() {
             return Err(JournalError::Exists { path: path() });
         }
@@ -68,6 +74,7 @@ impl Disk {
             at: 0,
             order: 0,
             process: None,
+            witness,
         })?;
         Ok(journal)
     }

@@ -40,6 +40,7 @@ pub fn forge(message: u16, session: SessionId) -> ControlMessage {
             streams: false,
             used_bytes: Vec::new(),
             fetch_lanes: None,
+            witness: None,
         },
         number::ACCEPT => ControlMessage::Accept {
             token: Token([9; 16]),

@@ -22,6 +22,7 @@ mod network;
 mod plan;
 mod soak;
 mod source_host;
+mod witness;
 mod world;
 
 pub use guest::Fetched;

@@ -17,6 +17,7 @@ use self::silence::Silence;
 use crate::dial::Dial;
 use crate::host::Host;
 use crate::plan::{Fault, Plan, Where};
+use crate::witness::{Asking, Witness};
 
 /// A channel's number.
 pub type ChannelId = usize;
@@ -81,6 +82,10 @@ pub enum Event {
     GiveUp,
     /// The guest at the destination crashes, if it lacks pages.
     GuestCrash,
+    /// A request reaches the witness.
+    Witness(Asking),
+    /// An agent of the destination's host tells the witness what the journal there says.
+    AgentReports,
     /// All faults end.
     Heal,
 }
@@ -130,6 +135,8 @@ pub struct Network {
     pub rng: Rng,
     /// The negotiated protocol version.
     pub protocol: u16,
+    /// The session's witness.
+    pub witness: Option<Witness>,
     /// The trace, if it was requested.
     pub trace: Option<Vec<String>>,
 }
@@ -151,6 +158,7 @@ impl Network {
             struck: 0,
             rng: Rng::with_seed(plan.rng),
             protocol: plan.protocol,
+            witness: plan.witness.then(|| Witness::new(plan.sabotage)),
             trace: traced.then(Vec::new),
         }
     }
@@ -277,6 +285,12 @@ impl Network {
                 self.after(delay, Event::Forged { to, number });
             }
             Fault::Stranger { lasts, .. } => self.stranger_until = self.now + lasts,
+            Fault::WitnessCut { .. } | Fault::WitnessSlow { .. } | Fault::WitnessLost { .. } => {
+                let now = self.now;
+                if let Some(witness) = &mut self.witness {
+                    witness.strike(now, fault);
+                }
+            }
             Fault::Write { .. } | Fault::Vm { .. } | Fault::Slow { .. } => {}
         }
     }
@@ -378,6 +392,9 @@ impl Network {
         self.silence = None;
         self.stranger_until = Duration::ZERO;
         self.away_until = Duration::ZERO;
+        if let Some(witness) = &mut self.witness {
+            witness.heal();
+        }
     }
 
     /// A random network delay.

@@ -6,6 +6,7 @@ mod post_copy;
 mod sabotage;
 mod seed;
 mod step;
+mod witness;
 
 use std::time::Duration;
 
@@ -33,6 +34,8 @@ pub struct Plan {
     pub verify: bool,
     /// Whether the guest is handed over with post-copy.
     pub post_copy: bool,
+    /// Whether a witness decides in doubt.
+    pub witness: bool,
     /// Rounds with the guest running.
     pub rounds: u32,
     /// For how long a lost channel is reconnected; 0 gives up at once.
@@ -91,6 +94,7 @@ impl Plan {
             lanes: [1, 2, 2, 4][rng.usize(..4)],
             verify: rng.bool(),
             post_copy: false,
+            witness: false,
             rounds: rng.u32(1..4),
             reconnect,
             quiet: rng.u32(..8) == 0,
@@ -100,6 +104,10 @@ impl Plan {
         };
         if post_copy && plan.outlives && rng.u32(..4) == 0 {
             plan.faults.push(Fault::GuestCrash { message: rng.u64(..messages) });
+        }
+        if witness::is_random(number) {
+            plan.faults.extend(witness::random_faults(&mut rng, messages));
+            plan = plan.with_witness();
         }
         if post_copy { plan.with_post_copy() } else { plan }
     }
@@ -128,9 +136,14 @@ impl Plan {
         )
     }
 
-    /// The number of boundary schedules. Those with post-copy are the last ones.
+    /// The number of boundary schedules. Those with a witness are the last ones, after those with
+    /// post-copy.
     #[must_use]
     pub fn boundaries() -> u64 {
+        Self::boundaries_without_witness() + witness::boundaries()
+    }
+
+    fn boundaries_without_witness() -> u64 {
         Self::pre_copy_boundaries()
             + post_copy::SHAPES.len() as u64 * one_faults(POST_COPY_MESSAGES)
     }
@@ -140,6 +153,13 @@ impl Plan {
     }
 
     fn boundary(seed: Seed, number: u64) -> Self {
+        if let Some(number) = number.checked_sub(Self::boundaries_without_witness()) {
+            let (faults, post_copy) = witness::boundary(number);
+            // The shape without a comparison and without a wait for a lost channel.
+            let plain = Self { faults, outlives: outlives(number), ..Self::boundary(seed, 1) };
+            let plan = plain.with_witness();
+            return if post_copy { plan.with_post_copy() } else { plan };
+        }
         let (post_copy, number, shapes, messages) =
             match number.checked_sub(Self::pre_copy_boundaries()) {
                 None => (false, number, &SHAPES[..], MESSAGES),
@@ -156,6 +176,7 @@ impl Plan {
             lanes,
             verify,
             post_copy: false,
+            witness: false,
             rounds: 2,
             reconnect,
             quiet: false,

@@ -14,8 +14,8 @@ use vmferry::machine::peer::SourceSide;
 use vmferry::machine::source::Source;
 use vmferry::machine::source::io::{Action, Ending, Input, Report};
 use vmferry::{MigrateError, SourceConfig, SourceVm};
-use vmferry_handover::SourceState;
-use vmferry_handover::journal::Record;
+use vmferry_handover::journal::{Record, witness_of};
+use vmferry_handover::{Register, SourceState};
 use vmferry_wire::{ControlMessage, Role, SessionWord, Token};
 
 use self::link_record::LinkRecord;
@@ -27,6 +27,7 @@ use crate::host::Host;
 use crate::hostile::forge;
 use crate::network::{ChannelId, Event, Network};
 use crate::plan::{Sabotage, Step};
+use crate::witness::witness_id;
 
 /// The source's host.
 pub struct SourceHost {
@@ -87,11 +88,12 @@ impl SourceHost {
             absence: Absence::new(Host::Source, sabotage),
         };
         let vm = host.guest.attach();
-        match host.disk.create(host.config.session, "destination") {
+        let witness = network.witness.is_some().then(witness_id);
+        match host.disk.create(host.config.session, "destination", witness.clone()) {
             Ok(journal) => {
                 let config = host.config.clone();
                 let protocol = network.protocol;
-                let our_side = SourceSide { protocol, ..SourceSide::new("simulated") };
+                let our_side = SourceSide { witness, protocol, ..SourceSide::new("simulated") };
                 let machine = Source::new(config, vm.describe(), our_side, network.now());
                 host.process = Some(Process::new(Start {
                     number: host.number,
@@ -120,6 +122,13 @@ impl SourceHost {
             return None;
         }
         self.process.as_ref().and_then(|process| process.machine.next_tick())
+    }
+
+    /// Whether it is in doubt.
+    pub fn is_in_doubt(&self) -> bool {
+        self.process.as_ref().is_some_and(|process| {
+            matches!(process.machine.handover(), SourceState::InDoubt { .. })
+        })
     }
 
     /// The phase of the migration.
@@ -190,8 +199,8 @@ impl SourceHost {
     ) {
         let config = self.config.clone();
         let now = network.now();
-        let machine =
-            Source::recovered(config, &vm.describe(), SourceSide::recovered(false), records, now);
+        let our_side = SourceSide::recovered(false, witness_of(records).cloned());
+        let machine = Source::recovered(config, &vm.describe(), our_side, records, now);
         self.served_again += u64::from(machine.handover() == SourceState::Serving);
         let mut process = Process::new(Start {
             number: self.number,
@@ -213,6 +222,12 @@ impl SourceHost {
             return;
         }
         let Some(process) = &mut self.process else { return };
+        let input = match input {
+            Input::Register(Err(_)) if self.sabotage == Some(Sabotage::TakeBackUnanswered) => {
+                Input::Register(Ok(Register::TakenBack))
+            }
+            input => input,
+        };
         if let Input::LaneLost { lane, attempt, .. } = &input
             && !process.is_at(*lane, *attempt)
         {

@@ -7,8 +7,8 @@ use parking_lot::Mutex;
 use vmferry::config::{ChannelCount, PostCopy, RoundLimit, WhenStuck};
 use vmferry::machine::{destination, source};
 use vmferry::{SourceConfig, Timeouts};
-use vmferry_handover::DestinationState;
 use vmferry_handover::journal::Side;
+use vmferry_handover::{DestinationState, SessionWord, WitnessRequest};
 use vmferry_wire::SessionId;
 
 use crate::destination_host::DestinationHost;
@@ -27,6 +27,12 @@ const SETTLED_AFTER: Duration = Duration::from_secs(300);
 
 /// How long after the guest's death an operator gives it up.
 const GIVE_UP_AFTER: Duration = Duration::from_secs(20);
+
+/// How long doubt may last once both hosts reach the witness.
+const DECIDED_WITHIN: Duration = Duration::from_secs(15);
+
+/// How often an agent looks at the journals of its host.
+const AGENT_LOOKS: Duration = Duration::from_secs(2);
 
 /// Longer than any schedule.
 const NEVER: Duration = Duration::from_secs(3600);
@@ -107,6 +113,12 @@ struct World {
     crashed_lacking: bool,
     /// The source has freed them before an operator said so.
     freed_early: bool,
+    /// Doubt must end soon after both hosts reach the witness.
+    decided_soon: bool,
+    /// Since when the source is in doubt.
+    doubt_since: Option<Duration>,
+    /// The destination's agent will look at its journals.
+    agent_looks: bool,
 }
 
 impl World {
@@ -194,6 +206,9 @@ impl World {
             given_up: false,
             crashed_lacking: false,
             freed_early: false,
+            decided_soon: plan.is_decided_soon(),
+            doubt_since: None,
+            agent_looks: false,
         }
     }
 
@@ -205,6 +220,11 @@ impl World {
             self.destination.pump(&mut self.network);
             self.check_pause();
             self.check_remains();
+            self.check_doubt();
+            if !self.agent_looks && self.word_to_report().is_some() {
+                self.agent_looks = true;
+                self.network.after(AGENT_LOOKS, Event::AgentReports);
+            }
             self.work();
             self.destination.request_faults(&mut self.network);
             let rest = !self.source.is_busy() && !self.destination.is_busy();
@@ -339,7 +359,39 @@ impl World {
             Event::SignOfLife(Host::Destination, process) => {
                 self.destination.sign_of_life(process, network);
             }
+            Event::Witness(asking) => network.witness_takes(asking),
+            Event::AgentReports => {
+                self.agent_looks = false;
+                if let Some(word) = self.word_to_report() {
+                    let request = Some(WitnessRequest::Report(word));
+                    self.network.ask_witness(Host::Destination, None, request);
+                }
+            }
             Event::Heal => network.heal(),
+        }
+    }
+
+    /// What the destination's journal says and the witness does not know yet.
+    fn word_to_report(&self) -> Option<SessionWord> {
+        let register = self.network.witness.as_ref()?.register?;
+        let word = self.destination.recovered()?.word();
+        (register.after(WitnessRequest::Report(word)) != register).then_some(word)
+    }
+
+    /// Once both hosts reach the witness, doubt ends soon.
+    fn check_doubt(&mut self) {
+        let Some(witness) = self.network.witness.as_ref().filter(|_| self.decided_soon) else {
+            return;
+        };
+        let (now, well) = (self.network.now(), witness.is_well_from());
+        if !self.source.is_in_doubt() {
+            self.doubt_since = None;
+            return;
+        }
+        let since = (*self.doubt_since.get_or_insert(now)).max(well);
+        if now > since + DECIDED_WITHIN {
+            self.decided_soon = false;
+            self.violation("the witness was there, and the doubt did not end".into());
         }
     }
 
@@ -374,7 +426,13 @@ impl World {
         let links = &self.source.links;
         let whole = if links.away.is_empty() { links.whole_since } else { Duration::MAX };
         let settled = noticed.max(whole).max(self.destination.withdrawn_at);
+        // A doubt in which the witness has given the guest back does not count.
+        let taken_back =
+            self.network.witness.as_ref().is_some_and(|witness| {
+                witness.register == Some(vmferry_handover::Register::TakenBack)
+            });
         self.mild
+            && !taken_back
             && cuts.iter().all(|cut| begun(cut.at))
             && self.destination.ready_at.is_none_or(|ready| ready > settled)
     }

@@ -42,6 +42,7 @@ fn recorded() -> Recorded {
         streams: false,
         used_bytes: Vec::new(),
         fetch_lanes: Some(LANES),
+        witness: None,
     };
     let lacking = ControlMessage::Lacking { slot: SlotId(0), first: 8, bits: vec![7] };
     let last = |paused, kind| ControlMessage::Final {

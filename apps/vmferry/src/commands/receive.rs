@@ -104,7 +104,7 @@ fn run_received(
     hosting: &Hosting,
     output: &Output,
 ) -> Result<(), Failure> {
-    let Owned { vm, session, guest, crash, stats, witness, .. } = owned;
+    let Owned { vm, session, guest, crash, stats, responder, .. } = owned;
     let received = json!({
         "event": "received", "guest": guest, "session": session, "stats": stats,
         "peak_rss_bytes": peak_rss_bytes(),
@@ -122,6 +122,6 @@ fn run_received(
     }
     let machine = vm.machine.ok_or_else(|| Failure::new(Code::Internal, "there is no machine"))?;
     let hosted = hosting.finish(&machine);
-    drop(witness);
+    drop(responder);
     hosted
 }

@@ -5,7 +5,7 @@ use std::os::unix::fs::DirBuilderExt;
 
 use crate::support::scene::{Scene, Way};
 use crate::support::{BEFORE_COMMIT, run_ok, text};
-use vmferry_handover::journal::{FileJournal, Journal, Record, Side};
+use vmferry_handover::journal::{FileJournal, Journal, Opening, Record, Side};
 use vmferry_qemu::Qmp;
 use vmferry_qemu_lab::{Backend, Machine, Version, World as Lab};
 use vmferry_wire::{GuestIdentity, SessionId};
@@ -59,9 +59,9 @@ fn session_of_another_qemu_of_the_same_name_is_left_alone() {
     // Created as vmferry does: a directory that other users may read is refused.
     DirBuilder::new().recursive(true).mode(0o700).create(&journals).unwrap();
     let open = |number: u8, process: Option<String>| {
-        let guest = (identity.clone(), process);
-        let side = Side::Source;
-        FileJournal::begin_for(&journals, SessionId([number; 16]), side, guest, peer).unwrap()
+        let of = Opening { guest: identity.clone(), process, witness: None };
+        let (session, side) = (SessionId([number; 16]), Side::Source);
+        FileJournal::begin_for(&journals, session, side, of, peer).unwrap()
     };
     let gone = format!(
         "{}/7/100",

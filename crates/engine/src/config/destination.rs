@@ -11,6 +11,7 @@ use super::Timeouts;
 use super::policy::Admission;
 use super::values::{PROTOCOL_VERSIONS, ProtocolVersions, WorkerCount};
 use crate::probe::host::HostFacts;
+use crate::witness::Witness;
 
 /// Settings of the destination.
 #[derive(Clone, Debug)]
@@ -37,6 +38,9 @@ pub struct DestinationConfig {
     pub protocol: ProtocolVersions,
     /// The timeouts.
     pub timeouts: Timeouts,
+    /// Who is asked before a guest runs here. A source with another witness, or without one, is
+    /// refused. Default none.
+    pub witness: Option<Arc<dyn Witness>>,
     /// What an admitted source learns about this host from a [probe](crate::probe). Default
     /// nothing.
     pub host: HostFacts,
@@ -56,6 +60,7 @@ impl DestinationConfig {
             algorithms: AlgorithmSet::ALL,
             protocol: ProtocolVersions(PROTOCOL_VERSIONS),
             timeouts: Timeouts { reconnect: Duration::from_secs(600), ..Timeouts::default() },
+            witness: None,
             host: HostFacts::default(),
         }
     }

@@ -64,6 +64,13 @@ pub struct Timeouts {
     pub commit: Duration,
     /// Between two queries of a source in doubt. Default 1 s.
     pub ask: Duration,
+    /// Destination: from COMMIT until the witness has granted the guest, before this side journals
+    /// ABORTED. The guest stands still meanwhile. Default 5 s.
+    pub claim: Duration,
+    /// Source: from the beginning of a doubt until the guest is taken back at the witness. Long
+    /// enough for a destination that is about to claim it, and for a link that was briefly cut.
+    /// Default 3 s.
+    pub take_back: Duration,
     /// For a hash of the whole memory. Default 10 min.
     pub verify: Duration,
     /// How long a lost channel is redialed before the migration is aborted; 0 aborts at once. The
@@ -83,6 +90,8 @@ impl Default for Timeouts {
             running: seconds(10),
             commit: seconds(60),
             ask: seconds(1),
+            claim: seconds(5),
+            take_back: seconds(3),
             verify: seconds(600),
             reconnect: seconds(30),
         }

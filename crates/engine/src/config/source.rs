@@ -1,6 +1,7 @@
 //! The settings of the source.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use vmferry_wire::{FetchLanes, SessionId};
@@ -10,6 +11,7 @@ use super::values::{
     BandwidthCap, ChannelCount, PROTOCOL_VERSIONS, ProtocolVersions, RoundLimit, ThrottleLimit,
 };
 use super::{Limits, PostCopy, Timeouts, WhenStuck, new_session};
+use crate::witness::Witness;
 
 /// A migration is aborted when its pause exceeds this multiple of the downtime limit, unless the
 /// user sets another bound. Whatever made the prediction wrong by that factor is likely to persist,
@@ -83,6 +85,9 @@ pub struct SourceConfig {
     /// A unique name of the guest's VMM process, if that process outlives this one. The journal
     /// then refers to the guest in that process. Default none.
     pub process: Option<String>,
+    /// Who gives the guest back if the handover is in doubt. A destination with another witness, or
+    /// without one, refuses the guest. Default none: the destination or an operator decides.
+    pub witness: Option<Arc<dyn Witness>>,
     /// The timeouts.
     pub timeouts: Timeouts,
 }
@@ -109,6 +114,7 @@ impl SourceConfig {
             protocol: ProtocolVersions(PROTOCOL_VERSIONS),
             journal_directory,
             process: None,
+            witness: None,
             timeouts: Timeouts::default(),
         }
     }

@@ -23,6 +23,7 @@
 pub mod io;
 
 mod announcement;
+mod claim;
 mod clock;
 mod common;
 mod events;

@@ -2,6 +2,8 @@
 
 use vmferry_wire::{AlgorithmSet, FetchLanes, PROTOCOL_VERSION_MAX};
 
+use vmferry_handover::WitnessId;
+
 use crate::config::SourceConfig;
 
 /// The fetch lanes of a carried guest are [tunnels](crate::data::tunnel): one for what threads wait
@@ -23,6 +25,8 @@ pub struct SourceSide {
     pub vmm_post_copy: Option<Result<(), String>>,
     /// Bytes that the guest uses of each slot, as far as they are known.
     pub used_bytes: Vec<Option<u64>>,
+    /// The session's witness.
+    pub witness: Option<WitnessId>,
     /// The negotiated protocol version.
     pub protocol: u16,
 }
@@ -34,14 +38,15 @@ impl SourceSide {
     pub fn new(log: &'static str) -> Self {
         let (vmm, used_bytes) = (String::new(), Vec::new());
         let protocol = PROTOCOL_VERSION_MAX;
-        Self { log, vmm, streams: false, vmm_post_copy: None, used_bytes, protocol }
+        let (streams, vmm_post_copy, witness) = (false, None, None);
+        Self { log, vmm, streams, vmm_post_copy, used_bytes, witness, protocol }
     }
 
-    /// The side of a process that was restarted.
+    /// The side of a process that was restarted, with the session's witness if it can be asked.
     #[must_use]
-    pub fn recovered(is_carried: bool) -> Self {
+    pub fn recovered(is_carried: bool, witness: Option<WitnessId>) -> Self {
         let vmm_post_copy = is_carried.then_some(Ok(()));
-        Self { streams: is_carried, vmm_post_copy, ..Self::new("none") }
+        Self { streams: is_carried, vmm_post_copy, witness, ..Self::new("none") }
     }
 
     /// The lanes for pages that arrive while the guest runs at the destination.
@@ -57,6 +62,8 @@ pub struct DestinationSide {
     pub vmm: String,
     /// Algorithms that this side can decode.
     pub algorithms: AlgorithmSet,
+    /// The witness that this side asks before it runs a guest.
+    pub witness: Option<WitnessId>,
     /// The negotiated protocol version.
     pub protocol: u16,
 }
@@ -64,7 +71,8 @@ pub struct DestinationSide {
 impl Default for DestinationSide {
     /// A VMM without a name, with the newest protocol version.
     fn default() -> Self {
-        Self { vmm: String::new(), algorithms: AlgorithmSet::ALL, protocol: PROTOCOL_VERSION_MAX }
+        let (vmm, algorithms, protocol) = (String::new(), AlgorithmSet::ALL, PROTOCOL_VERSION_MAX);
+        Self { vmm, algorithms, witness: None, protocol }
     }
 }
 

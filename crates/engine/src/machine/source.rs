@@ -30,8 +30,9 @@ pub mod change;
 pub mod io;
 
 mod clock;
-mod common;
+pub(crate) mod common;
 mod comparison;
+mod doubt;
 mod events;
 #[cfg(test)]
 mod fixture;
@@ -87,6 +88,7 @@ impl Source {
         let mut machine = Self::at_rest(config, &guest, our_side, now);
         let common = &mut machine.common;
         let fetch_lanes = common.post_copy.announced;
+        let witness = common.our_side.witness.clone();
         common.act(Action::Send(ControlMessage::Begin {
             session: common.config.session,
             guest: guest.identity,
@@ -100,6 +102,7 @@ impl Source {
             streams,
             used_bytes,
             fetch_lanes,
+            witness,
         }));
         // The log starts while the destination prepares and data channels are opened, so that the
         // guest can hint its free pages meanwhile.

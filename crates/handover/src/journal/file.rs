@@ -8,7 +8,7 @@ use std::marker::PhantomData;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use crate::{GuestIdentity, SessionId};
+use crate::{GuestIdentity, SessionId, WitnessId};
 
 use super::lock::lock;
 use super::{BadRecord, Journal, JournalError, JournalRecord, Record, Side, order, record};
@@ -148,6 +148,18 @@ impl<R: JournalRecord> RecordFile<R> {
     }
 }
 
+/// What the first record of a journal says, besides the peer.
+#[derive(Clone, Debug)]
+pub struct Opening {
+    /// The guest.
+    pub guest: GuestIdentity,
+    /// The process of the guest's VMM on this host, if it outlives the process that leads the
+    /// session.
+    pub process: Option<String>,
+    /// The session's witness.
+    pub witness: Option<WitnessId>,
+}
+
 impl FileJournal {
     /// Creates the journal of a new session with its first record: the guest, and the peer's
     /// address and names. If the record cannot be written, no file remains.
@@ -161,10 +173,11 @@ impl FileJournal {
         guest: GuestIdentity,
         peer: (&str, &[String]),
     ) -> Result<Self, JournalError> {
-        Self::begin_for(directory, session, side, (guest, None), peer)
+        let of = Opening { guest, process: None, witness: None };
+        Self::begin_for(directory, session, side, of, peer)
     }
 
-    /// Like [`begin`](Self::begin), and also records the VMM process that runs the guest.
+    /// Like [`begin`](Self::begin), with more to record.
     ///
     /// # Errors
     /// As [`begin`](Self::begin).
@@ -172,11 +185,12 @@ impl FileJournal {
         directory: &Path,
         session: SessionId,
         side: Side,
-        (guest, process): (GuestIdentity, Option<String>),
+        of: Opening,
         (peer, peer_names): (&str, &[String]),
     ) -> Result<Self, JournalError> {
         make_directory(directory)?;
         let order = order::next(directory)?;
+        let Opening { guest, process, witness } = of;
         let open = Record::Open {
             guest,
             peer: peer.to_owned(),
@@ -184,6 +198,7 @@ impl FileJournal {
             at: order::now_seconds(),
             order,
             process,
+            witness,
         };
         Self::make(directory, session, side, |journal, directory| {
             journal.settle(directory)?;

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-pub use self::file::{FileJournal, RecordFile};
+pub use self::file::{FileJournal, Opening, RecordFile};
 use self::file::{parse_name, path_of};
 pub use self::list::{SessionRecords, record_files, recorded_sessions, records_of};
 pub use self::order::{
@@ -26,7 +26,7 @@ pub use self::order::{
 pub use self::record::{BadLine, BadRecord, JournalRecord, Record, Side, decode, decode_line};
 use crate::{
     DestinationEffect, DestinationRecords, DestinationState, GuestIdentity, OperatorWord,
-    SessionId, SessionKind, SessionWord, SourceEffect, SourceRecords, SourceState,
+    SessionId, SessionKind, SessionWord, SourceEffect, SourceRecords, SourceState, WitnessId,
 };
 
 /// Storage for records. The engine uses [`FileJournal`]; the simulation provides its own.
@@ -170,6 +170,12 @@ impl SessionSummary {
             Record::Open { process, .. } => process.as_deref(),
             _ => None,
         })
+    }
+
+    /// The session's witness, if the first record names one.
+    #[must_use]
+    pub fn witness(&self) -> Option<&WitnessId> {
+        witness_of(&self.records)
     }
 
     /// The session's place among the sessions of this host; the lowest if the first record is
@@ -378,6 +384,15 @@ pub fn source_of(directory: &Path, session: SessionId) -> Result<Option<String>,
         Record::Open { peer_names, .. } => peer_names.into_iter().next(),
         _ => None,
     }))
+}
+
+/// The session's witness, if its first record names one.
+#[must_use]
+pub fn witness_of(records: &[Record]) -> Option<&WitnessId> {
+    records.iter().find_map(|record| match record {
+        Record::Open { witness, .. } => witness.as_ref(),
+        _ => None,
+    })
 }
 
 fn close_session(directory: &Path, session: SessionId) -> Result<SessionWord, JournalError> {

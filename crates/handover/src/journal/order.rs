@@ -173,7 +173,7 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::journal::{FileJournal, Journal, sessions, sessions_of};
+    use crate::journal::{FileJournal, Journal, Opening, sessions, sessions_of};
 
     fn guest() -> GuestIdentity {
         GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() }
@@ -187,7 +187,8 @@ mod tests {
     fn write(directory: &Path, number: u8, side: Side, (at, order): (u64, u64), then: &[Record]) {
         let mut journal = FileJournal::create(directory, session(number), side).unwrap();
         let (peer, peer_names) = ("host-b".into(), vec![]);
-        let open = Record::Open { guest: guest(), peer, peer_names, at, order, process: None };
+        let (process, witness) = (None, None);
+        let open = Record::Open { guest: guest(), peer, peer_names, at, order, process, witness };
         std::iter::once(&open).chain(then).for_each(|record| journal.append(record).unwrap());
     }
 
@@ -226,9 +227,9 @@ mod tests {
         let path = directory.path();
         let peer = ("host-b", [].as_slice());
         let begin_in = |number: u8, process: &str| {
-            let guest = (guest(), Some(process.to_owned()));
-            let side = Side::Source;
-            FileJournal::begin_for(path, session(number), side, guest, peer).unwrap()
+            let process = Some(process.to_owned());
+            let of = Opening { guest: guest(), process, witness: None };
+            FileJournal::begin_for(path, session(number), Side::Source, of, peer).unwrap()
         };
         begin_in(1, "boot/7/100").append(&Record::Commit).unwrap();
         let open_in = |process: Option<&str>| {

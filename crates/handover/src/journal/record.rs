@@ -5,7 +5,7 @@
 //! promise, so no word is given from its journal. Unknown records with `"optional":true` promise
 //! nothing and are skipped.
 
-use crate::{GuestIdentity, SessionKind};
+use crate::{GuestIdentity, SessionKind, WitnessId};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use strum::{EnumString, IntoStaticStr, VariantNames};
@@ -34,6 +34,10 @@ pub enum Record {
         /// that no other process ever has the same value. Old releases wrote none.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         process: Option<String>,
+        /// The witness that both hosts ask before the guest runs at the destination, and in doubt.
+        /// A release that does not know it asks the other host only, which is safe.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        witness: Option<WitnessId>,
     },
     /// Source: the guest never runs here again, unless the destination answers ABORTED.
     Commit,

@@ -14,6 +14,7 @@ fn open() -> Record {
         at: 1,
         order: 1,
         process: None,
+        witness: None,
     }
 }
 

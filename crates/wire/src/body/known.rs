@@ -1,7 +1,7 @@
 //! The fields of control messages: their numbers, and how they are written and read.
 
 use vmferry_api::Release;
-use vmferry_handover::{SessionKind, SessionWord};
+use vmferry_handover::{SessionKind, SessionWord, WitnessId};
 
 use crate::algorithm::AlgorithmSet;
 use crate::control::Buffer;
@@ -33,6 +33,8 @@ const ALGORITHMS: u16 = 3;
 const VERIFIES_PLACED: u16 = 4;
 /// BEGIN: the number of fetch lanes for faults and in the background, a byte each.
 const FETCH_LANES: u16 = 5;
+/// BEGIN, mandatory: the name of the witness, as text.
+const WITNESS: u16 = 6;
 /// ACCEPT, without content: the destination can run the guest before all its pages have arrived.
 const ACCEPTS_POST_COPY: u16 = 5;
 /// ACCEPT: why it can't, as text.
@@ -56,7 +58,7 @@ impl ControlMessage {
     /// Appends the message's fields.
     pub(crate) fn encode_fields(&self, into: &mut impl Buffer) {
         match self {
-            Self::Begin { release, streams, used_bytes, fetch_lanes, .. } => {
+            Self::Begin { release, streams, used_bytes, fetch_lanes, witness, .. } => {
                 put_release(into, release.as_ref());
                 if *streams {
                     put_mandatory(into, STREAMS, &[]);
@@ -68,6 +70,9 @@ impl ControlMessage {
                 }
                 if let Some(FetchLanes { faults, background }) = *fetch_lanes {
                     put_optional(into, FETCH_LANES, &[faults, background]);
+                }
+                if let Some(witness) = witness {
+                    put_mandatory(into, WITNESS, witness.as_str().as_bytes());
                 }
             }
             Self::Accept {
@@ -192,6 +197,11 @@ impl ControlMessage {
                 let [faults, background] =
                     content.try_into().map_err(|_| "it has 2 bytes".to_owned())?;
                 *fetch_lanes = Some(FetchLanes { faults, background });
+            }
+            (Self::Begin { witness, .. }, WITNESS) => {
+                let name = std::str::from_utf8(content).map_err(|_| "it is not text".to_owned())?;
+                *witness = Some(WitnessId::new(name).map_err(|error| error.to_string())?);
+                need = Need::Mandatory;
             }
             (Self::Query { offer, .. }, OFFER) => {
                 let [first, faults, background] =

@@ -2,6 +2,7 @@ mod post_copy;
 
 use proptest::prelude::*;
 use uuid::Uuid;
+use vmferry_handover::WitnessId;
 use vmferry_memory::{SlotId, SlotLayout};
 
 use super::*;
@@ -58,9 +59,11 @@ impl Golden {
     fn as_version_1(&self) -> ControlMessage {
         let mut message = self.message.clone();
         match &mut message {
-            ControlMessage::Begin { release, streams, used_bytes, fetch_lanes, .. } => {
+            ControlMessage::Begin {
+                release, streams, used_bytes, fetch_lanes, witness, ..
+            } => {
                 (*release, *streams, *used_bytes) = (None, false, Vec::new());
-                *fetch_lanes = None;
+                (*fetch_lanes, *witness) = (None, None);
             }
             ControlMessage::Accept {
                 release,
@@ -109,6 +112,7 @@ fn goldens() -> Vec<Golden> {
                 streams: true,
                 used_bytes: vec![Some(4096), None],
                 fetch_lanes: Some(FetchLanes { faults: 2, background: 3 }),
+                witness: WitnessId::new("etcd 7/f").ok(),
             },
             tuple: "01010101010101010101010101010101020202020202020202020202020202020377656203782f7902\
                     090901\
@@ -117,7 +121,8 @@ fn goldens() -> Vec<Golden> {
                      02000100000051\
                      038000000000\
                      0400100000000010000000000000ffffffffffffffff\
-                     0500020000000203",
+                     0500020000000203\
+                     0680080000006574636420372f66",
         },
         Golden {
             message: ControlMessage::Accept {

@@ -361,6 +361,7 @@ impl DestinationHost {
                 self.tasks.push(Task::Load);
             }
             Action::Hash { .. } => self.tasks.push(Task::Hash),
+            Action::Claim => unreachable!("no conversation has a witness"),
             Action::WriteIntent(kind) => {
                 assert!(self.loaded, "RUN-INTENT for a guest that is not complete");
                 let fetches = kind == SessionKind::PostCopy;

@@ -236,6 +236,7 @@ fn open() -> Record {
         at: 0,
         order: 1,
         process: None,
+        witness: None,
     }
 }
 

@@ -208,7 +208,7 @@ impl SourceHost {
         self.machine = Source::recovered(
             config,
             &description(),
-            SourceSide::recovered(false),
+            SourceSide::recovered(false, None),
             &self.journal,
             now,
         );
@@ -286,6 +286,7 @@ impl SourceHost {
                 assert_eq!(serves, self.pages.are_served, "COMMIT is of another kind than FINAL");
                 self.tasks.push(Task::Commit(kind));
             }
+            Action::AskWitness(_) => unreachable!("no conversation has a witness"),
             Action::Ask { offer, .. } => {
                 wire.cut();
                 self.tasks.retain(|task| !matches!(task, Task::Ask(_)));

@@ -3,6 +3,7 @@
 use vmferry_fuzz_targets::control;
 
 use uuid::Uuid;
+use vmferry_handover::WitnessId;
 use vmferry_memory::{SlotId, SlotLayout};
 use vmferry_wire::{
     AlgorithmSet, CONTROL_HEADER_BYTES, Compared, ControlMessage, FetchLanes, GuestIdentity, Hello,
@@ -114,6 +115,7 @@ fn messages() -> Vec<ControlMessage> {
             streams: true,
             used_bytes: Vec::new(),
             fetch_lanes: None,
+            witness: WitnessId::new("etcd 7/f").ok(),
         },
         ControlMessage::Accept {
             token: Token([3; 16]),

@@ -10,6 +10,7 @@ use vmferry::machine::destination::io::{Action, Input, LinkId, Loaded, Prepared}
 use vmferry::{DestinationVm, Landing, MigrateError, SourceVm};
 use vmferry_codec::PageHashes;
 use vmferry_handover::journal::{Journal, JournalError, Record};
+use vmferry_handover::{WitnessId, WitnessRequest};
 use vmferry_memory::{GuestMemory, whole_hash_except};
 use vmferry_wire::{ControlMessage, Reason, ReasonCode, SessionId, Token};
 
@@ -20,6 +21,7 @@ use crate::guest::Vm;
 use crate::host::Host;
 use crate::network::{ChannelId, Event, Network};
 use crate::plan::Sabotage;
+use crate::witness::witness_id;
 
 pub(super) struct Session {
     pub(super) machine: Destination,
@@ -128,7 +130,10 @@ impl Session {
                         reason: Reason::new(ReasonCode::VmRefused, &error.to_string()),
                     }),
             )),
-            Action::Open(session) => Some(Input::Opened(self.open(session, disk))),
+            Action::Open(session) => {
+                let witness = network.witness.is_some().then(witness_id);
+                Some(Input::Opened(self.open(session, disk, witness)))
+            }
             Action::ExpectLanes { lanes, fetch_lanes } => {
                 self.expected_lanes = lanes;
                 self.fetch = fetch_lanes.map(|announced| FetchLanes::new(lanes, announced));
@@ -151,6 +156,11 @@ impl Session {
                     |hash| Input::Hashed(hash, takes),
                 );
                 network.after(takes, Event::Destination(number, input));
+                None
+            }
+            Action::Claim => {
+                let request = Some(WitnessRequest::Claim);
+                network.ask_witness(Host::Destination, Some(number), request);
                 None
             }
             Action::WriteIntent(kind) => {
@@ -209,8 +219,13 @@ impl Session {
             .then(|| Input::LinkLost(lost("control", "sending", &broken)))
     }
 
-    fn open(&mut self, session: SessionId, disk: &Disk) -> Result<(), MigrateError> {
-        match disk.create(session, "source") {
+    fn open(
+        &mut self,
+        session: SessionId,
+        disk: &Disk,
+        witness: Option<WitnessId>,
+    ) -> Result<(), MigrateError> {
+        match disk.create(session, "source", witness) {
             Ok(journal) => {
                 self.journal = Some(journal);
                 Ok(())

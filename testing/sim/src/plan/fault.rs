@@ -96,6 +96,12 @@ pub enum Fault {
     Write { host: Host, number: u64, how: WriteFault, crash: bool },
     /// A VMM's call fails.
     Vm { call: VmCall },
+    /// Hosts are cut off from the witness: requests are lost, or only answers.
+    WitnessCut { message: u64, ways: Ways, lasts: Duration, answers_only: bool },
+    /// The witness takes up to several seconds for each request and each answer.
+    WitnessSlow { message: u64, lasts: Duration },
+    /// The data of the witness is lost, or replaced by a backup.
+    WitnessLost { message: u64 },
     /// A step takes this long, once: the process handles no events meanwhile.
     Slow { step: Step, takes: Duration },
 }
@@ -114,6 +120,9 @@ impl Fault {
             | Self::GuestCrash { message }
             | Self::Cancel { message, .. }
             | Self::Forge { message, .. }
+            | Self::WitnessCut { message, .. }
+            | Self::WitnessSlow { message, .. }
+            | Self::WitnessLost { message }
             | Self::Stranger { message, .. } => Some(message),
             Self::Write { .. } | Self::Vm { .. } | Self::Slow { .. } => None,
         }

@@ -50,6 +50,14 @@ pub enum Sabotage {
     FetchedEarly,
     /// A restarted destination takes missing pages for zeros.
     ForgetMissing,
+    /// The destination runs the guest if the witness does not answer its claim.
+    RunUnclaimed,
+    /// The source takes the guest back if the witness does not answer.
+    TakeBackUnanswered,
+    /// The source takes a claim for the destination's word that it owns the guest.
+    ClaimedIsOwns,
+    /// The hosts trust a witness that was restored from a backup.
+    TrustRestored,
     /// The destination does not repeat requests whose answers were lost with a channel.
     ForgetRequests,
 }

@@ -242,6 +242,10 @@ impl Process {
                 self.dial_control(Role::Query, (Token([0; 16]), 0), delay, network);
                 None
             }
+            Action::AskWitness(request) => {
+                network.ask_witness(Host::Source, Some(self.number), request);
+                None
+            }
             // This source compresses its frames with algorithms that every destination knows.
             Action::Report(_) | Action::PackWith(_) => None,
         }

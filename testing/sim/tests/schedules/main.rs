@@ -2,6 +2,7 @@
 //! can fail.
 
 mod post_copy;
+mod witness;
 
 use std::sync::atomic::AtomicBool;
 

@@ -93,6 +93,7 @@ impl Recorded {
                 streams: streams && version > 1,
                 used_bytes: Vec::new(),
                 fetch_lanes: None,
+                witness: None,
             },
             ControlMessage::Final {
                 lane_sequences: vec![last],

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use serde_json::json;
 use vmferry::MigrateError;
 use vmferry::destination::{
-    Notice, Owned, Received, Witness, fetch_for_left, record_crashed, record_fetched,
+    Notice, Owned, Received, Responder, fetch_for_left, record_crashed, record_fetched,
 };
 use vmferry_handover::journal::{
     self, JournalError, LaterSession, Record, SessionSummary, Side, recovered_word,
@@ -238,12 +238,12 @@ pub fn answer_for(
     waiting.watch(Some(pid), &qmp)?;
     waiting.run_kept(kept, output)?;
     // From here on, a source in doubt learns that this host has the guest.
-    let witness = Witness::listen(listener, &waiting.config)?;
+    let responder = Responder::listen(listener, &waiting.config)?;
     let Some(finished) = finish(&mut arrived, &waiting, output)? else { return Ok(()) };
     let found = Completed { pid, qmp, session: arrived.session(), finished };
     found.report(&waiting, output)?;
     waiting.await_end(&found.qmp, Some(pid), output);
-    drop(witness);
+    drop(responder);
     Ok(())
 }
 
@@ -297,7 +297,7 @@ pub fn fetch_for(
         Received::Owns(owned) => *owned,
         Received::Nothing { error, .. } => return Err(error.into()),
     };
-    let Owned { vm: mut left, witness, crash, .. } = owned;
+    let Owned { vm: mut left, responder, crash, .. } = owned;
     if let Some(error @ MigrateError::CrashedLacking) = crash {
         return Err(error.into());
     }
@@ -312,7 +312,7 @@ pub fn fetch_for(
         Err(error) => return Err(error.into()),
     }
     waiting.await_end(&qmp, Some(pid), output);
-    drop(witness);
+    drop(responder);
     Ok(())
 }
 
@@ -367,10 +367,10 @@ pub fn answer_without_qemu(
 ) -> Result<(), Failure> {
     let waiting = Waiting::begin(&listener, options, Files::default(), false, output)?;
     waiting.run_kept(kept, output)?;
-    let witness = Witness::listen(listener, &waiting.config)?;
+    let responder = Responder::listen(listener, &waiting.config)?;
     // Returns early on a signal.
     let _ = waiting.is_over.recv_timeout(ANSWER_TIME);
-    drop(witness);
+    drop(responder);
     let text = format!(
         "QEMU process {pid} was told to quit, because its guest never runs here: start another \
          QEMU with `-incoming defer` and the QMP socket {}, then run this command again",

@@ -56,11 +56,11 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
     waiting.run_kept(kept, output)?;
     let owned = waiting.receive(listener, destination, output)?;
     // Other clients may use QMP from now on.
-    let (destination, witness, started) = waiting.received(owned, qmp, output);
+    let (destination, responder, started) = waiting.received(owned, qmp, output);
     drop(destination);
     started?;
     waiting.await_end(qmp, pid, output);
-    drop(witness);
+    drop(responder);
     Ok(())
 }
 
@@ -106,7 +106,7 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
     let waiting = Waiting::begin(&listener, options, files, false, output)?;
     waiting.run_kept(kept, output)?;
     let owned = waiting.receive(listener, destination, output)?;
-    let (qemu, witness, started) = waiting.received(owned, &qmp, output);
+    let (qemu, responder, started) = waiting.received(owned, &qmp, output);
     let pid = qemu.pid();
     // QEMU has a guest now and must survive this process.
     let mut starter =
@@ -114,7 +114,7 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
     started?;
     waiting.watch(Some(pid), &qmp)?;
     let over = waiting.await_end(&qmp, Some(pid), output);
-    drop(witness);
+    drop(responder);
     if over == Over::Signaled {
         return Ok(());
     }

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use serde_json::json;
-use vmferry::destination::{Notice, Owned, Received, Report, Stop, Witness, receive};
+use vmferry::destination::{Notice, Owned, Received, Report, Responder, Stop, receive};
 use vmferry::{DestinationConfig, DestinationVm, MigrateError};
 use vmferry_qemu::{QemuError, wait_until_gone};
 use vmferry_sandbox::{Files, Work};
@@ -136,11 +136,11 @@ impl Waiting {
         owned: Owned<Hooked<V>>,
         qmp: &Path,
         output: &Output,
-    ) -> (V, Witness, Result<(), Failure>) {
-        let Owned { mut vm, session, guest, paused, crash, stats, witness } = owned;
+    ) -> (V, Responder, Result<(), Failure>) {
+        let Owned { mut vm, session, guest, paused, crash, stats, responder } = owned;
         if let Some(error @ MigrateError::CrashedLacking) = crash {
             vm.after(Outcome::Moved);
-            return (vm.vm, witness, Err(error.into()));
+            return (vm.vm, responder, Err(error.into()));
         }
         if let Some(error) = crash
             && let Err(error) = self.insist(&mut vm, error, output)
@@ -151,7 +151,7 @@ impl Waiting {
                 vmferry::chain(&error),
                 qmp.display()
             );
-            return (vm.vm, witness, Err(Failure::new(Code::Corrupt, text)));
+            return (vm.vm, responder, Err(Failure::new(Code::Corrupt, text)));
         }
         let event = json!({
             "event": "received", "guest": guest, "session": session, "stats": stats, "qmp": qmp,
@@ -166,7 +166,7 @@ impl Waiting {
             )
         });
         vm.after(Outcome::Moved);
-        (vm.vm, witness, Ok(()))
+        (vm.vm, responder, Ok(()))
     }
 
     /// Retries to start a guest that this host owns while its QEMU does not answer. Meanwhile the

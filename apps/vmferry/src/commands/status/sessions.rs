@@ -188,6 +188,7 @@ mod tests {
                 at,
                 order: 1,
                 process: None,
+                witness: None,
             };
             let records = [&[open], more].concat();
             SessionSummary::new(vmferry_wire::SessionId([1; 16]), side, records, false)

@@ -15,7 +15,7 @@ use crate::link::{ControlReader, ControlWriter, Speaker, lost};
 
 /// Answers a connection whose greeting was read, and for which there is no receiver on this host,
 /// with `timeout` for each step. A query is answered from `journals`, as by a
-/// [`Witness`](super::receive::Witness).
+/// [`Responder`](super::receive::Responder).
 ///
 /// # Errors
 /// Why the peer did not get what it wants: there is no receiver, or the journals, the link, or the

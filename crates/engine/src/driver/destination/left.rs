@@ -7,7 +7,7 @@ use vmferry_transport::{Listener, PeerIdentity};
 use vmferry_wire::SessionId;
 
 use super::notice::Notice;
-use super::receive::{Owned, Received, Stop, Witness};
+use super::receive::{Owned, Received, Responder, Stop};
 use super::reception::Reception;
 use super::session::fetch::LeftSession;
 use super::session::{Ended, Session};
@@ -36,14 +36,14 @@ pub fn fetch_for_left<V: LeftVm>(
 ) -> Received<V> {
     match fetch(listener, &mut vm, session, config, watch) {
         Err(error) => Received::Nothing { vm, error },
-        Ok((Ended { ending, session, guest, paused, stats, .. }, witness)) => {
+        Ok((Ended { ending, session, guest, paused, stats, .. }, responder)) => {
             let crash = match ending {
                 Ending::Owns(crash) => crash,
                 Ending::Stuck(error) | Ending::Aborted(error) | Ending::Refused(error) => {
                     Some(error)
                 }
             };
-            Received::Owns(Box::new(Owned { vm, session, guest, paused, crash, stats, witness }))
+            Received::Owns(Box::new(Owned { vm, session, guest, paused, crash, stats, responder }))
         }
     }
 }
@@ -80,7 +80,7 @@ fn fetch<V: LeftVm>(
     session: SessionId,
     config: &DestinationConfig,
     watch: &mut dyn FnMut(&Notice),
-) -> Result<(Ended, Witness), MigrateError> {
+) -> Result<(Ended, Responder), MigrateError> {
     let directory = &config.journal_directory;
     let (journal, records) = FileJournal::reopen(directory, session, Side::Destination)?;
     let source = journal::source_of(directory, session)?;
@@ -110,5 +110,5 @@ fn fetch<V: LeftVm>(
     let left = LeftSession { session, guest, journal, records, peer, paused, missing };
     let session = Session::take_over(vm, config, (&reception, stop.stops()), left)?;
     let ended = session.run(watch);
-    Ok((ended, Witness::start(reception, directory.clone())))
+    Ok((ended, Responder::start(reception, directory.clone())))
 }

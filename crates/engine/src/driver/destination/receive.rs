@@ -47,7 +47,7 @@ pub struct Owned<V> {
     /// The statistics.
     pub stats: DestinationStats,
     /// Continues to answer queries about this host's sessions.
-    pub witness: Witness,
+    pub responder: Responder,
 }
 
 /// Ends [`receive`] from another thread. Has no effect once a guest is handed over.
@@ -87,7 +87,7 @@ impl Stop {
 /// use vmferry::{DestinationConfig, DestinationVm};
 /// use vmferry_transport::{IdentityFiles, Listener, TlsIdentity};
 ///
-/// /// Waits for a guest. Keep the result as long as the guest is here: its witness answers for it.
+/// /// Waits for a guest. Keep the result as long as the guest is here: its responder answers for it.
 /// fn wait<V: DestinationVm>(vm: V, stop: &Stop) -> Result<Owned<V>, Box<dyn std::error::Error>> {
 ///     let files = IdentityFiles::in_directory("/etc/vmferry/tls".as_ref());
 ///     let identity = Arc::new(TlsIdentity::new(files)?);
@@ -130,8 +130,8 @@ pub fn receive<V: DestinationVm>(
         let failure = match session.map(|session| session.run(watch)) {
             Err(error) => (error, false),
             Ok(Ended { ending: Ending::Owns(crash), session, guest, paused, stats, .. }) => {
-                let witness = Witness::start(reception, config.journal_directory.clone());
-                let owned = Owned { vm, session, guest, paused, crash, stats, witness };
+                let responder = Responder::start(reception, config.journal_directory.clone());
+                let owned = Owned { vm, session, guest, paused, crash, stats, responder };
                 return Received::Owns(Box::new(owned));
             }
             Ok(Ended { ending: Ending::Stuck(error), .. }) => (error, true),
@@ -207,12 +207,12 @@ fn compare(vm: &mut impl DestinationVm, guest: &GuestDescription) -> Compared {
 
 /// Keeps listening while the guest runs: queries of a source in doubt are answered, and a second
 /// guest is refused. Ends when dropped.
-pub struct Witness {
+pub struct Responder {
     stop: Sender<()>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Witness {
+impl Responder {
     /// Answers queries about the sessions in the journals and accepts no guest. This is for a host
     /// whose guest arrived in an earlier process.
     ///
@@ -225,7 +225,7 @@ impl Witness {
 
     pub(super) fn start(reception: Reception, journal_directory: PathBuf) -> Self {
         let (stop, stopped) = crossbeam_channel::bounded::<()>(0);
-        let spawned = std::thread::Builder::new().name("witness".into()).spawn(move || {
+        let spawned = std::thread::Builder::new().name("responder".into()).spawn(move || {
             loop {
                 crossbeam_channel::select! {
                     recv(reception.arrivals) -> arrival => match arrival {
@@ -252,7 +252,7 @@ impl Witness {
     }
 }
 
-impl Drop for Witness {
+impl Drop for Responder {
     fn drop(&mut self) {
         let (closed, _) = crossbeam_channel::bounded(0);
         drop(std::mem::replace(&mut self.stop, closed));

@@ -33,7 +33,9 @@ use crate::machine::destination::io::{Action, Ending, Input, LinkId};
 use crate::machine::peer::DestinationSide;
 use crate::stats::{DestinationStats, FetchStats};
 use crate::vmm::DestinationVm;
+use crate::witness::{ask_witness, witness_id};
 use vmferry_faults::FaultError;
+use vmferry_handover::WitnessRequest;
 use vmferry_handover::journal::{FileJournal, Record};
 
 struct Link {
@@ -143,7 +145,8 @@ impl<'a, V: DestinationVm> Session<'a, V> {
     }
 
     fn side(vm: &V, config: &DestinationConfig, protocol: u16) -> DestinationSide {
-        DestinationSide { vmm: vm.release(), algorithms: config.algorithms, protocol }
+        let witness = witness_id(config.witness.as_deref());
+        DestinationSide { vmm: vm.release(), algorithms: config.algorithms, witness, protocol }
     }
 
     /// A session without channels.
@@ -369,6 +372,15 @@ impl<'a, V: DestinationVm> Session<'a, V> {
                 Some(Input::Loaded(self.compare_and_load(&state, paused, &storage_sample)))
             }
             Action::Hash { except } => self.hash(except),
+            Action::Claim => {
+                if let (Some(witness), Some(session)) =
+                    (&self.config.witness, self.machine.session())
+                {
+                    let request = Some(WitnessRequest::Claim);
+                    ask_witness(witness, session, request, &self.inputs.0, Input::Claimed);
+                }
+                None
+            }
             Action::WriteIntent(kind) => {
                 Some(Input::IntentWritten(self.write(&Record::run_intent(kind))))
             }

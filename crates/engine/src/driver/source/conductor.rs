@@ -11,7 +11,7 @@ mod streams;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use vmferry_handover::{Resume, SourceGuest, VmError, write_commit};
+use vmferry_handover::{Resume, SourceGuest, VmError, WitnessRequest, write_commit};
 
 use crossbeam_channel::{Receiver, Sender};
 use vmferry_transport::{Dialer, RateLimiter};
@@ -35,6 +35,7 @@ use crate::machine::source::io::{Action, Ending, Input, Report};
 use crate::stats::SourceStats;
 use crate::vmm::streamed::{StreamEvent, StreamedVm};
 use crate::vmm::{GuestDescription, SourceVm};
+use crate::witness::ask_witness;
 use memory::MemoryGuest;
 use streams::StreamedGuest;
 use vmferry_handover::journal::{FileJournal, Journal, Record};
@@ -236,6 +237,17 @@ trait GuestSide<V: Resume> {
     fn stop(&mut self, core: &mut Core<'_, V>);
 }
 
+/// Asks the session's witness. The answer is an input.
+pub(super) fn ask_for(
+    config: &SourceConfig,
+    request: Option<WitnessRequest>,
+    inputs: &Sender<Input>,
+) {
+    if let Some(witness) = &config.witness {
+        ask_witness(witness, config.session, request, inputs, Input::Register);
+    }
+}
+
 struct Core<'a, V: Resume> {
     machine: Source,
     guest: SourceGuest<V>,
@@ -386,6 +398,10 @@ impl<V: Resume> Core<'_, V> {
             }
             Action::Ask { delay, offer } => {
                 self.control.ask(delay, offer);
+                None
+            }
+            Action::AskWitness(request) => {
+                ask_for(&self.config, request, &self.inputs.0);
                 None
             }
             Action::Report(_) => None,

@@ -8,12 +8,13 @@
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::Receiver;
+use crossbeam_channel::{Receiver, Sender};
 use vmferry_handover::{SessionKind, VmError};
 
 use vmferry_transport::Dialer;
 use vmferry_wire::GuestIdentity;
 
+use super::conductor::ask_for;
 use super::control::ControlLink;
 use super::left_pages::LeftPages;
 use super::orders::Orders;
@@ -27,9 +28,10 @@ use crate::machine::source::Source;
 use crate::machine::source::io::{Action, Ending, Input, Report};
 use crate::vmm::GuestDescription;
 use crate::vmm::left::AbandonedVm;
+use crate::witness::witness_id;
 use vmferry_handover::SourceGuest;
 use vmferry_handover::journal::{
-    FileJournal, Journal, JournalError, Record, Side, kind_of_source, recover_source,
+    FileJournal, Journal, JournalError, Record, Side, kind_of_source, recover_source, witness_of,
 };
 
 /// The owner of the guest.
@@ -83,15 +85,20 @@ pub fn recover<V: AbandonedVm>(
         Ok(memory) => memory,
         Err(error) => return Ok(Recovered::Unread(vm, error)),
     };
-    let our_side = SourceSide::recovered(memory.as_ref().is_some_and(Option::is_none));
+    // Only the witness that the session began with may decide it.
+    let witness = witness_id(config.witness.as_deref());
+    let witness = witness.filter(|witness| witness_of(&records) == Some(witness));
+    let our_side = SourceSide::recovered(memory.as_ref().is_some_and(Option::is_none), witness);
     let lanes = our_side.fetch_lanes(&config);
+    let asked = (config.clone(), inputs.0.clone());
     let left = |memory| LeftPages::new((memory, lanes), dialer, &config, orders, inputs.0);
     let pages = memory.map(left);
     let control = ControlLink::new(dialer, &config, Vec::new(), CpuMeter::default());
     let machine = Source::recovered(config, &guest, our_side, &records, Duration::ZERO);
     let guest = SourceGuest::recovered(vm, machine.handover());
     let started = Instant::now();
-    let mut recovery = Recovery { machine, control, journal, guest, pages, failure: None };
+    let failure = None;
+    let mut recovery = Recovery { machine, control, journal, guest, pages, asked, failure };
     loop {
         while let Some(action) = recovery.machine.next_action() {
             orders.publish(recovery.machine.phase_name(), recovery.machine.handover());
@@ -151,6 +158,8 @@ struct Recovery<V: AbandonedVm> {
     guest: SourceGuest<V>,
     /// The guest's pages, if the destination may lack some.
     pages: Option<LeftPages>,
+    /// For questions to the witness, and where their answers go.
+    asked: (SourceConfig, Sender<Input>),
     failure: Option<VmError>,
 }
 
@@ -158,6 +167,10 @@ impl<V: AbandonedVm> Recovery<V> {
     fn execute(&mut self, action: Action) -> Option<Input> {
         match action {
             Action::Ask { delay, offer } => self.control.ask(delay, offer),
+            Action::AskWitness(request) => {
+                let (config, inputs) = &self.asked;
+                ask_for(config, request, inputs);
+            }
             Action::Send(message) => {
                 if let Err(error) = self.control.send(&message)
                     && !self.machine.handover().is_final()

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use vmferry_handover::WitnessId;
 use vmferry_memory::{PageSet, SlotLayout};
 use vmferry_wire::{ControlMessage, FetchLanes, Reason, ReasonCode, Release, SessionId, one_line};
 
@@ -27,6 +28,8 @@ pub(super) struct Announcement {
     pub(super) used_bytes: Vec<Option<u64>>,
     /// The fetch lanes that the source opens with post-copy.
     pub(super) fetch_lanes: Option<FetchLanes>,
+    /// Who decides the handover in doubt.
+    pub(super) witness: Option<WitnessId>,
 }
 
 impl AwaitBegin {
@@ -35,6 +38,12 @@ impl AwaitBegin {
         common.links.reconnect = begin.reconnect.min(common.timeouts.reconnect);
         if let Err(reason) = check_layout(&begin.guest.layout) {
             let reason = Reason::new(ReasonCode::LayoutMismatch, &reason);
+            let error = MigrateError::Refused { peer: "destination", reason: reason.clone() };
+            return Phase::AwaitBegin(self).refuse(common, reason, error);
+        }
+        if let Err(reason) = check_witness(begin.witness.as_ref(), common.our_side.witness.as_ref())
+        {
+            let reason = Reason::new(ReasonCode::Incompatible, &reason);
             let error = MigrateError::Refused { peer: "destination", reason: reason.clone() };
             return Phase::AwaitBegin(self).refuse(common, reason, error);
         }
@@ -156,6 +165,25 @@ impl Common {
             self.report(Report::UnknownFields { message, fields });
         }
         self.stats.unknown_fields = self.unknown_fields.count;
+    }
+}
+
+/// Both hosts must ask the same witness, or none.
+fn check_witness(theirs: Option<&WitnessId>, ours: Option<&WitnessId>) -> Result<(), String> {
+    match (theirs, ours) {
+        (theirs, ours) if theirs == ours => Ok(()),
+        (Some(theirs), Some(ours)) => Err(format!(
+            "the source's witness is {theirs}, and this destination's is {ours}: in doubt they \
+             could decide differently"
+        )),
+        (Some(theirs), None) => Err(format!(
+            "the source's witness is {theirs}, and this destination has none: it would run the \
+             guest without asking"
+        )),
+        (None, ours) => Err(format!(
+            "this destination's witness is {}, and the source has none",
+            ours.map_or("", WitnessId::as_str)
+        )),
     }
 }
 

@@ -25,7 +25,8 @@ impl Phase {
         let silence = expects_life.then(|| common.last_heard + common.timeouts.silence);
         let deadline = self.deadline(common).map(|deadline| deadline.at);
         let retry = common.fetched_retry.filter(|_| common.handover == DestinationState::Fetching);
-        [silence, deadline, common.links.deadline(), retry].into_iter().flatten().min()
+        let claim = common.claim_retry.filter(|_| common.handover == DestinationState::Claiming);
+        [silence, deadline, common.links.deadline(), retry, claim].into_iter().flatten().min()
     }
 
     fn expects_life(&self, common: &Common) -> bool {
@@ -54,6 +55,10 @@ impl Phase {
             (Self::Deciding(Deciding { since, .. }), DestinationState::Ready) => {
                 (since, "COMMIT", timeouts.commit)
             }
+            (
+                Self::Deciding(Deciding { committed_at: Some(at), .. }),
+                DestinationState::Claiming,
+            ) => (at, "the witness", timeouts.claim),
             _ => return None,
         };
         Some(Deadline { at: *since + after, what, after })
@@ -81,11 +86,11 @@ impl Phase {
         if let Some(Deadline { what, after, .. }) =
             self.deadline(common).filter(|deadline| now >= deadline.at)
         {
-            let error = MigrateError::TimedOut { what, after };
-            if common.handover != DestinationState::Ready {
-                return self.fail(common, now, error);
-            }
-            common.failure = Some(error);
+            common.failure = Some(match common.handover {
+                DestinationState::Ready => MigrateError::TimedOut { what, after },
+                DestinationState::Claiming => common.unanswered_claim(after),
+                _ => return self.fail(common, now, MigrateError::TimedOut { what, after }),
+            });
             return self.hand_over(common, now, LinkId::CONTROL, DestinationEvent::CommitTimeout);
         }
         let silence = common.timeouts.silence;
@@ -96,7 +101,10 @@ impl Phase {
         }
         match common.links.take_overdue(now) {
             Some(error) => self.on_link_lost(common, now, error),
-            None => self.retry_fetched(common, now),
+            None => {
+                common.retry_claim(now);
+                self.retry_fetched(common, now)
+            }
         }
     }
 }

@@ -12,7 +12,7 @@ use crate::config::Timeouts;
 use crate::error::MigrateError;
 use crate::machine::peer::{DestinationSide, UnknownFields};
 use crate::stats::DestinationStats;
-use vmferry_handover::{DestinationState, SessionKind};
+use vmferry_handover::{DestinationState, SessionKind, VmError};
 
 /// The state that outlives the phases.
 #[derive(Debug)]
@@ -23,6 +23,10 @@ pub(super) struct Common {
     pub(super) our_side: DestinationSide,
     pub(super) handover: DestinationState,
     pub(super) kind: SessionKind,
+    /// When to claim the guest again, if the witness has not answered.
+    pub(super) claim_retry: Option<Duration>,
+    /// Why it has not answered.
+    pub(super) claim_failure: Option<VmError>,
     /// Pages that only the source has when the state is loaded.
     pub(super) missing_pages: u64,
     /// The last missing page was placed, possibly before the guest runs.
@@ -55,6 +59,8 @@ impl Common {
             token,
             handover: DestinationState::Receiving,
             kind: SessionKind::PreCopy,
+            claim_retry: None,
+            claim_failure: None,
             missing_pages: 0,
             has_fetched: false,
             guest_ended: false,

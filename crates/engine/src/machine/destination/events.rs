@@ -60,6 +60,7 @@ impl Phase {
             },
             Input::Loaded(result) => self.on_loaded(common, now, result),
             Input::Hashed(hash, took) => self.on_hashed(common, hash, took),
+            Input::Claimed(answer) => self.on_claimed(common, now, answer),
             Input::IntentWritten(result) => {
                 let written = DestinationEvent::IntentWritten(common.kind);
                 self.on_journal(common, now, result, written).go_on_fetching(common, now)
@@ -113,6 +114,7 @@ impl Phase {
                     streams,
                     used_bytes,
                     fetch_lanes,
+                    witness,
                 },
                 Self::AwaitBegin(waiting),
             ) => {
@@ -128,6 +130,7 @@ impl Phase {
                     streams,
                     used_bytes,
                     fetch_lanes,
+                    witness,
                 };
                 waiting.on_begin(common, begin)
             }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use vmferry_handover::SessionKind;
+use vmferry_handover::{SessionKind, WitnessId};
 use vmferry_memory::{SlotId, SlotLayout};
 use vmferry_wire::{ControlMessage, FetchLanes, GuestIdentity, SessionId, Token};
 
@@ -46,11 +46,9 @@ pub fn finish(destination: &mut Destination) {
     );
 }
 
-/// A machine that has accepted a guest, and whose actions so far were taken.
-pub fn receiving(verify: bool) -> Destination {
-    let (side, now) = (DestinationSide::default(), Duration::ZERO);
-    let mut destination = Destination::new(Timeouts::default(), Token([1; 16]), side, now);
-    let begin = ControlMessage::Begin {
+/// BEGIN of a guest of ten pages.
+pub fn begin(verify: bool, witness: Option<WitnessId>) -> ControlMessage {
+    ControlMessage::Begin {
         session: SessionId([1; 16]),
         guest: GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() },
         vmm: String::new(),
@@ -63,8 +61,26 @@ pub fn receiving(verify: bool) -> Destination {
         streams: false,
         used_bytes: Vec::new(),
         fetch_lanes: Some(FetchLanes { faults: 1, background: 1 }),
-    };
-    heard(&mut destination, begin);
+        witness,
+    }
+}
+
+/// A machine with this witness on whose control channel nothing was received.
+pub fn greeted(witness: Option<WitnessId>) -> Destination {
+    let side = DestinationSide { witness, ..DestinationSide::default() };
+    Destination::new(Timeouts::default(), Token([1; 16]), side, Duration::ZERO)
+}
+
+/// A machine that has accepted a guest, and whose actions so far were taken.
+pub fn receiving(verify: bool) -> Destination {
+    receiving_with(verify, None)
+}
+
+/// The same with a witness.
+pub fn receiving_with(verify: bool, witness: Option<WitnessId>) -> Destination {
+    let now = Duration::ZERO;
+    let mut destination = greeted(witness.clone());
+    heard(&mut destination, begin(verify, witness));
     destination
         .handle(now, Input::Prepared(Ok(Prepared { post_copy: Ok(()), compares_storage: false })));
     destination.handle(now, Input::Opened(Ok(())));

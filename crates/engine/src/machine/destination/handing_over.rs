@@ -30,7 +30,10 @@ impl Phase {
 
     /// COMMIT, at a time when it may be sent.
     pub(super) fn on_commit(mut self, common: &mut Common, now: Duration, link: LinkId) -> Self {
-        if let Self::Deciding(deciding) = &mut self {
+        // A repeated COMMIT does not extend the wait for the witness.
+        if let Self::Deciding(deciding) = &mut self
+            && common.handover != DestinationState::Claiming
+        {
             deciding.committed_at = Some(now);
         }
         self.hand_over(common, now, link, DestinationEvent::Commit)
@@ -75,6 +78,7 @@ impl Phase {
             }
             common.report(Report::WaitingForWord);
         } else if common.failure.is_none()
+            && common.handover != DestinationState::Claiming
             && !common.handover.is_final()
             && !common.handover.may_run()
         {
@@ -125,6 +129,10 @@ impl Phase {
         let Some(session) = self.session_id() else { return self };
         for effect in effects {
             match (effect, &self) {
+                (DestinationEffect::Claim, _) if common.our_side.witness.is_none() => {
+                    return self.hand_over(common, now, link, DestinationEvent::Claimed);
+                }
+                (DestinationEffect::Claim, _) => common.act(Action::Claim),
                 (DestinationEffect::SendReady, Self::Deciding(deciding)) => {
                     let (digest, load_us) = (deciding.digest, micros(deciding.load));
                     common.report(Report::Ready);

@@ -8,7 +8,7 @@ use vmferry_wire::{ControlMessage, FetchLanes, LaneOffer, Release, SessionId};
 use crate::data::destination::fetch::handle::FetchProgress;
 use crate::error::MigrateError;
 use crate::vmm::GuestDescription;
-use vmferry_handover::SessionKind;
+use vmferry_handover::{Register, SessionKind, VmError};
 
 /// A connection with control messages: the session's control channel, or a channel on which a
 /// source in doubt asks.
@@ -92,6 +92,8 @@ pub enum Input {
     Loaded(Result<Loaded, MigrateError>),
     /// This side's whole-memory hash, and how long it took.
     Hashed(WholeHash, Duration),
+    /// The session's register at the witness after the claim. With an error it is not known.
+    Claimed(Result<Register, VmError>),
     /// RUN-INTENT is on disk. With an error this is unknown.
     IntentWritten(Result<(), MigrateError>),
     /// FETCHED is on disk. With an error this is unknown.
@@ -194,6 +196,8 @@ pub enum Action {
         /// Pages to leave out.
         except: PageSet,
     },
+    /// Claim the guest at the witness: `Claimed`.
+    Claim,
     /// Append RUN-INTENT of a session of this kind: `IntentWritten`.
     WriteIntent(SessionKind),
     /// Append FETCHED: `FetchedWritten`.

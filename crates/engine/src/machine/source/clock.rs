@@ -32,7 +32,8 @@ impl Phase {
         let silence = listens.then(|| common.pings.heard + common.timeouts().silence);
         let ping = listens.then_some(common.pings.next);
         let loss = common.links.deadline(self.patience(common));
-        [deadline, silence, ping, loss, common.rests_until(), self.pause_deadline(common)]
+        let witness = common.witness_poll.next();
+        [deadline, silence, ping, loss, witness, common.rests_until(), self.pause_deadline(common)]
             .into_iter()
             .flatten()
             .min()
@@ -104,6 +105,7 @@ impl Phase {
         if self.is_done() {
             return self;
         }
+        self.poll_witness(common, now);
         if self.pause_deadline(common).is_some_and(|at| now >= at)
             && let (Some(pause), Some(bound)) = (self.pause(), common.config.downtime_abort())
         {

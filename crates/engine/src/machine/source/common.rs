@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use super::doubt::WitnessPoll;
 use super::io::{Action, Report};
 use super::links::Links;
 use super::pace::Pace;
@@ -16,8 +17,8 @@ use crate::stats::SourceStats;
 use crate::vmm::GuestDescription;
 use vmferry_handover::{SessionKind, SourceState};
 
-/// The first protocol version that can announce fetch lanes.
-const FIELDS_SINCE: u16 = 2;
+/// The first protocol version whose messages have fields: fetch lanes, witnesses.
+pub(crate) const FIELDS_SINCE: u16 = 2;
 
 /// The state that outlives the phases.
 #[derive(Debug)]
@@ -41,6 +42,7 @@ pub(super) struct Common {
     pub(super) pings: Pings,
     pub(super) wait: Wait,
     pub(super) verification: Verification,
+    pub(super) witness_poll: WitnessPoll,
     /// The guest was paused by another client when its state was last saved.
     pub(super) guest_is_paused: bool,
     pub(super) stats: SourceStats,
@@ -67,6 +69,10 @@ impl Common {
         let vmm_can = !our_side.streams || our_side.vmm_post_copy == Some(Ok(()));
         let can_fetch = vmm_can && our_side.protocol >= FIELDS_SINCE && !config.verify;
         let announced = can_fetch.then(|| our_side.fetch_lanes(&config));
+        let witness_poll = match our_side.witness {
+            Some(_) => WitnessPoll::Idle,
+            None => WitnessPoll::Never,
+        };
         let memory_pages: u64 = guest.layout.iter().map(|slot| slot.pages).sum();
         Self {
             handover: SourceState::Holding,
@@ -82,6 +88,7 @@ impl Common {
             pings: Pings::new(now),
             wait: Wait::new(now),
             verification: Verification::default(),
+            witness_poll,
             guest_is_paused: false,
             stats: SourceStats {
                 memory_bytes: memory_pages * vmferry_memory::PAGE_SIZE as u64,

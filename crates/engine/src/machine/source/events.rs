@@ -51,6 +51,7 @@ impl Phase {
             Input::Operator(word) => return self.on_operator(common, now, word),
             Input::GiveUp => return self.on_give_up(common, now),
             Input::CommitWritten(result) => return self.on_commit_written(common, now, result),
+            Input::Register(answer) => return self.on_register(common, now, answer),
             Input::UnknownFields { message, fields } => common.on_unknown_fields(message, fields),
             Input::Resent { lane, frames, bytes } => common.on_resent(lane, frames, bytes),
             Input::Change(change) => common.on_change(change),

@@ -11,7 +11,7 @@ use crate::rounds::tracker::LaneTotals;
 use crate::stats::forecast::Forecast;
 use crate::vmm::streamed::StreamEvent;
 use vmferry_handover::journal::Record;
-use vmferry_handover::{OperatorWord, SessionKind, VmError};
+use vmferry_handover::{OperatorWord, Register, SessionKind, VmError, WitnessRequest};
 
 /// An event.
 #[derive(Debug)]
@@ -143,6 +143,8 @@ pub enum Input {
     },
     /// The COMMIT record is on disk, or is not.
     CommitWritten(Result<(), MigrateError>),
+    /// The session's register at the witness, or why it is not known.
+    Register(Result<Register, VmError>),
     /// The driver's thread has carried out an action and did not read messages meanwhile: it was in
     /// the VMM, or wrote to disk.
     Away {
@@ -285,6 +287,8 @@ pub enum Action {
     Save,
     /// Sum up the hashes of all pages as last sent: `Digest`.
     SumDigest,
+    /// Ask the witness: `Register`.
+    AskWitness(Option<WitnessRequest>),
     /// Send [`ControlMessage::Lacking`] for all pending pages that were not named since the last
     /// round, and forget their hashes.
     TellLacking,

@@ -181,6 +181,7 @@ pub fn begin(session: SessionId) -> ControlMessage {
         streams: false,
         used_bytes: Vec::new(),
         fetch_lanes: None,
+        witness: None,
     }
 }
 

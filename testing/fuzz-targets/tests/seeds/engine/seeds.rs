@@ -86,6 +86,7 @@ pub fn journals() -> Seeds {
         at: 1_790_000_000,
         order: 3,
         process: None,
+        witness: None,
     };
     let by_operator = false;
     let aborted = Record::Aborted { reason: "no COMMIT came in time".into() };

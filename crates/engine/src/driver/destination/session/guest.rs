@@ -12,7 +12,8 @@ use crate::error::MigrateError;
 use crate::machine::destination::io::{Input, Prepared};
 use crate::vmm::streamed::LateEnd;
 use crate::vmm::{DestinationVm, GuestDescription, Landing, PrepareError};
-use vmferry_handover::journal::{FileJournal, Journal, JournalError, Record, Side};
+use crate::witness::witness_id;
+use vmferry_handover::journal::{FileJournal, Journal, JournalError, Opening, Record, Side};
 
 impl<V: DestinationVm> Session<'_, V> {
     pub(super) fn prepare(
@@ -121,7 +122,9 @@ impl<V: DestinationVm> Session<'_, V> {
             });
         };
         let peer = (self.peer.address.as_str(), self.peer.names.as_slice());
-        let journal = FileJournal::begin(directory, session, Side::Destination, guest, peer)?;
+        let witness = witness_id(self.config.witness.as_deref());
+        let of = Opening { guest, process: None, witness };
+        let journal = FileJournal::begin_for(directory, session, Side::Destination, of, peer)?;
         self.journal = Some(journal);
         Ok(())
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use vmferry_handover::journal::{FileJournal, Side};
+use vmferry_handover::journal::{FileJournal, Opening, Side};
 use vmferry_handover::{Resume, Running, SourceGuest, SourceState};
 use vmferry_transport::{Dialer, RateLimiter};
 use vmferry_wire::Role;
@@ -24,8 +24,10 @@ use crate::driver::source::redial::Redialer;
 use crate::error::MigrateError;
 use crate::machine::peer::SourceSide;
 use crate::machine::source::Source;
+use crate::machine::source::common::FIELDS_SINCE;
 use crate::machine::source::io::Input;
 use crate::vmm::GuestDescription;
+use crate::witness::witness_id;
 
 impl<'a, V: Resume> Core<'a, V> {
     /// Everything that can fail before the guest is affected.
@@ -45,13 +47,21 @@ impl<'a, V: Resume> Core<'a, V> {
         orders.publish_destination(dialer.address.to_string());
         orders.publish("connecting", SourceState::Holding);
         let (purpose, silence) = (Purpose::control(Role::Control), config.timeouts.silence);
+        let witness = witness_id(config.witness.as_deref());
         let made = connect::control(dialer, purpose, config.protocol.range(), silence).and_then(
             |channel| {
+                if witness.is_some() && channel.version < FIELDS_SINCE {
+                    return Err(MigrateError::NoWitnessThere);
+                }
                 let journal = FileJournal::begin_for(
                     &config.journal_directory,
                     config.session,
                     Side::Source,
-                    (guest.identity.clone(), config.process.clone()),
+                    Opening {
+                        guest: guest.identity.clone(),
+                        process: config.process.clone(),
+                        witness: witness.clone(),
+                    },
                     (&channel.transport, &channel.peer_names),
                 )?;
                 Ok((channel, journal))
@@ -61,7 +71,7 @@ impl<'a, V: Resume> Core<'a, V> {
             Ok(made) => made,
             Err(error) => return Err((vm, Box::new(error))),
         };
-        our_side.protocol = channel.version;
+        (our_side.protocol, our_side.witness) = (channel.version, witness);
         let signal = Arc::new(Signal::default());
         let workers = worker_threads(config.compression.workers);
         let channels = config.channels.get();

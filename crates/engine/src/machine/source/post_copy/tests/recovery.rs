@@ -56,7 +56,7 @@ fn lanes_are_dialed_with_the_token_of_the_last_answer() {
 
 /// A source that was restarted, with these records in its journal.
 fn recovered(records: &[Record]) -> Source {
-    recovered_as(SourceSide::recovered(false), records)
+    recovered_as(SourceSide::recovered(false, None), records)
 }
 
 fn recovered_as(our_side: SourceSide, records: &[Record]) -> Source {
@@ -165,7 +165,7 @@ fn source_without_streams_of_a_vmm_offers_none() {
 #[test]
 fn recovered_source_of_a_carried_guest_connects_its_vmm() {
     let records = [Record::commit(SessionKind::PostCopy)];
-    let mut source = recovered_as(SourceSide::recovered(true), &records);
+    let mut source = recovered_as(SourceSide::recovered(true, None), &records);
     let begins = did(&mut source);
     let Some(Action::Ask { offer: Some(offer), .. }) = begins.last() else { panic!("{begins:?}") };
     assert_eq!((offer.lanes.count(), offer.streams), (2, Some(LateStreamsId::NONE)));
