@@ -13,3 +13,4 @@ mod streams;
 mod support;
 mod upgrade;
 mod verify;
+mod witness;
