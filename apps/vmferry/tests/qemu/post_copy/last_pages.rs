@@ -32,8 +32,19 @@ struct OnTheWay {
     _operators: Lab,
 }
 
+/// How many guests are moved to have one whose last pages QEMU has written. On a busy host so much
+/// may be on the way when the link is cut that QEMU can't write the rest. Then its post-copy is
+/// paused by the next failure, and can be connected again: other tests have that.
+const ATTEMPTS: usize = 5;
+
 impl OnTheWay {
     fn begin() -> Self {
+        let written = (0..ATTEMPTS).find_map(|_| Self::attempt());
+        written.expect("QEMU writes the last pages of a guest")
+    }
+
+    /// `None` if QEMU can't write the last pages, or all of them have arrived.
+    fn attempt() -> Option<Self> {
         let operators = Lab::new();
         let operator = operators.path("operator.qmp");
         let listening = format!("unix:{},server=on,wait=off", text(&operator));
@@ -49,17 +60,24 @@ impl OnTheWay {
         sending.event("serving");
         let [source, memory] = [&scene.here, &there].map(|qemu| Pages::of(qemu, &scene.machine));
         let mut missing = memory.missing_of(&source);
+        let mut operator = Qmp::connect(&operator).unwrap();
         // QEMU can write this many pages although none arrives.
         wait_until(|| {
             missing.retain(|page| !memory.is_there(*page));
             missing.len() <= 80
         });
         proxy.cut();
-        let mut operator = Qmp::connect(&operator).unwrap();
-        wait_until(|| ask(&mut operator, "query-migrate")["ram"]["remaining"] == 0);
+        let mut answers = true;
+        wait_until(|| match operator.execute("query-migrate", json!({})) {
+            Ok(migration) => migration["ram"]["remaining"] == 0,
+            // QEMU's main loop waits for the thread that can't write.
+            Err(_) => {
+                answers = false;
+                true
+            }
+        });
         missing.retain(|page| !memory.is_there(*page));
-        assert!(!missing.is_empty(), "nothing is missing");
-        Self {
+        (answers && !missing.is_empty()).then_some(Self {
             scene,
             there,
             receiving,
@@ -70,16 +88,25 @@ impl OnTheWay {
             memory,
             missing,
             _operators: operators,
-        }
+        })
     }
 
-    /// The sender and its guardian are killed, and the pages with them that they had read.
-    fn kill_sender(&mut self) {
+    /// The sender and its guardian are killed, and the pages with them that they had read. Returns
+    /// whether QEMU's post-copy has failed, and is not paused.
+    fn kill_sender(&mut self) -> bool {
         let guardian = Pid::from_raw(guardian(&self.sending) as i32).unwrap();
         kill_process(guardian, Signal::KILL).unwrap();
         self.sending.kill();
-        wait_until(|| ask(&mut self.operator, "query-migrate")["status"] == "failed");
+        let mut status = Value::Null;
+        wait_until(|| {
+            status = ask(&mut self.operator, "query-migrate")["status"].take();
+            status == "failed" || status == "postcopy-paused"
+        });
+        if status == "postcopy-paused" {
+            return false;
+        }
         wait_until(|| ask(&mut self.operator, "query-status")["status"] == "paused");
+        true
     }
 
     fn send_again(&mut self) {
@@ -104,16 +131,23 @@ fn ask(operator: &mut Qmp, command: &str) -> Value {
 
 #[test]
 fn last_pages_arrive_although_the_processes_that_carried_them_were_killed() {
-    let deaths: [fn(&mut OnTheWay); 3] = [
+    // Each returns whether QEMU's post-copy has failed before its pages have arrived.
+    let deaths: [fn(&mut OnTheWay) -> bool; 3] = [
         |moving| {
-            moving.kill_sender();
-            moving.send_again();
+            let has_failed = moving.kill_sender();
+            if has_failed {
+                moving.send_again();
+            }
+            has_failed
         },
         |moving| {
-            moving.kill_sender();
-            moving.send_again();
-            moving.sending.kill();
-            moving.send_again();
+            let has_failed = moving.kill_sender();
+            if has_failed {
+                moving.send_again();
+                moving.sending.kill();
+                moving.send_again();
+            }
+            has_failed
         },
         |moving| {
             moving.receiving.kill();
@@ -121,20 +155,26 @@ fn last_pages_arrive_although_the_processes_that_carried_them_were_killed() {
             let listen = ["--listen", &moving.address];
             moving.receiving = moving.scene.b.start(&[&there[..], &listen].concat());
             moving.receiving.event("taking-over");
+            true
         },
     ];
     in_parallel(deaths.into(), |dies| {
-        let mut moving = OnTheWay::begin();
-        dies(&mut moving);
-        moving.arrives();
+        let failed = (0..ATTEMPTS).find_map(|_| {
+            let mut moving = OnTheWay::begin();
+            dies(&mut moving).then_some(moving)
+        });
+        failed.expect("QEMU's post-copy fails").arrives();
     });
 }
 
 /// The guest would run on both hosts.
 #[test]
 fn last_pages_are_not_sent_for_a_guest_that_an_operator_has_continued_at_the_source() {
-    let mut moving = OnTheWay::begin();
-    moving.kill_sender();
+    let failed = (0..ATTEMPTS).find_map(|_| {
+        let mut moving = OnTheWay::begin();
+        moving.kill_sender().then_some(moving)
+    });
+    let mut moving = failed.expect("QEMU's post-copy fails");
     ask(&mut moving.operator, "cont");
     moving.proxy.heal();
     moving.sending = send(&moving.scene, &moving.proxy.address);
