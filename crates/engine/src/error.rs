@@ -1,7 +1,7 @@
 //! Errors of the engine, sorted by whose fault they are.
 
 use std::time::Duration;
-use vmferry_handover::{VmError, WitnessId};
+use vmferry_handover::{Register, VmError, WitnessId};
 
 use vmferry_dirty::DirtyLogError;
 use vmferry_faults::FaultError;
@@ -219,13 +219,12 @@ pub enum MigrateError {
         source: Option<VmError>,
     },
     /// The witness has refused the destination's claim.
-    #[error(
-        "the witness {witness} has given the guest back to the source, which could not reach this \
-         host, so it was not started here"
-    )]
+    #[error("the witness {witness} refuses the guest to this host: {}", refusal(*.register))]
     ClaimRefused {
         /// The witness.
         witness: WitnessId,
+        /// What it has on record instead.
+        register: Register,
     },
     /// The session was to have a witness, and the destination's release can't have one.
     #[error(
@@ -412,6 +411,15 @@ impl MigrateError {
             return Reason::new(code, &format!("{self}: {told}"));
         }
         Reason::new(code, &self.to_string())
+    }
+}
+
+/// Why a destination may not run the guest.
+fn refusal(register: Register) -> &'static str {
+    match register {
+        Register::TakenBack => "the source could not reach this host, and has taken the guest back",
+        Register::Freed => "the source's host was fenced, and its guests were freed",
+        _ => "the session was decided before",
     }
 }
 

@@ -65,7 +65,7 @@ pub struct Timeouts {
     /// Between two queries of a source in doubt. Default 1 s.
     pub ask: Duration,
     /// Destination: from COMMIT until the witness has granted the guest, before this side journals
-    /// ABORTED. The guest stands still meanwhile. Default 5 s.
+    /// ABORTED. The guest is paused meanwhile. Default 5 s.
     pub claim: Duration,
     /// Source: from the beginning of a doubt until the guest is taken back at the witness. Long
     /// enough for a destination that is about to claim it, and for a link that was briefly cut.

@@ -61,7 +61,7 @@ fn with(source: Option<&Arc<Registers>>, destination: Option<&Arc<Registers>>) -
 }
 
 #[test]
-fn guest_is_claimed_before_it_runs_at_the_destination() {
+fn guest_is_claimed_at_the_witness() {
     let witness = Registers::new("w", false);
     let scenario = with(Some(&witness), Some(&witness));
     let (outcome, received) = scenario.run(running_guest(100), DestinationGuest::default(), |_| {});

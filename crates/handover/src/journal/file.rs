@@ -213,6 +213,16 @@ impl Journal for FileJournal {
     }
 }
 
+/// Waits until what any process has written to the file is on disk. A file that does not exist is.
+pub(super) fn sync_file(path: &Path) -> Result<(), JournalError> {
+    match File::open(path).and_then(|file| file.sync_data()) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            Err(JournalError::Io { action: "sync", path: path.to_owned(), source })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Reads the records of a file, and the length in bytes of the lines that hold them.
 pub(super) fn read_file<R: JournalRecord>(
     path: &Path,

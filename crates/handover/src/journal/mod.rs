@@ -366,6 +366,8 @@ pub fn record_of_operator(records: &[Record], word: OperatorWord) -> Record {
 /// # Errors
 /// The journal cannot be read, or ABORTED cannot be written. No word may be given then.
 pub fn recovered_word(directory: &Path, session: SessionId) -> Result<SessionWord, JournalError> {
+    // The process that leads the session may have written a record that is not on disk yet.
+    file::sync_file(&path_of(directory, session, Side::Destination))?;
     match recover_destination(&read(directory, session, Side::Destination)?) {
         None => Ok(SessionWord::Unknown),
         Some((DestinationState::AbortWriting, _)) => close_session(directory, session),

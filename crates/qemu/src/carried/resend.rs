@@ -60,6 +60,8 @@ struct Sender {
 /// A RAM block. Its host pages are sent whole, as QEMU places them.
 struct Block {
     listed: Listed,
+    /// Its name as the stream has it, after its length.
+    counted_name: Vec<u8>,
     /// Host-virtual address in QEMU.
     address: u64,
     /// Whether the destination lacks a host page that was not sent yet.
@@ -107,7 +109,12 @@ impl Block {
             block: listed.name.clone(),
             why: "is at an address that QEMU does not tell".into(),
         })?;
-        Ok(Self { listed, address, unsent: Mutex::default() })
+        let length = u8::try_from(listed.name.len()).map_err(|_| QemuError::Memory {
+            block: listed.name.clone(),
+            why: "has too long a name".into(),
+        })?;
+        let counted_name = [&[length][..], listed.name.as_bytes()].concat();
+        Ok(Self { listed, counted_name, address, unsent: Mutex::default() })
     }
 
     /// The host pages of the part that is in use.
@@ -211,10 +218,9 @@ impl Sender {
         host_page: u64,
         part: &mut GuestBytes,
     ) -> io::Result<()> {
-        let Listed { name, used, page_bytes, .. } = &block.listed;
+        let Listed { used, page_bytes, .. } = &block.listed;
         let mut at = host_page * page_bytes;
         let end = (at + page_bytes).min(*used);
-        let name_bytes = u8::try_from(name.len()).map_err(|_| unknown("has too long a name"))?;
         let mut page = GuestBytes::new();
         page.extend_to(PAGE_SIZE);
         while at < end {
@@ -223,8 +229,7 @@ impl Sender {
                 self.memory.read_exact_at(&mut page, block.address + offset)?;
                 let kind = if is_zero(&page) { ZERO } else { WHOLE };
                 part.extend_from_slice(&(offset | kind).to_be_bytes());
-                part.extend_from_slice(&[name_bytes]);
-                part.extend_from_slice(name.as_bytes());
+                part.extend_from_slice(&block.counted_name);
                 part.extend_from_slice(if kind == ZERO { &[0] } else { &page });
             }
             into.write_all(part)?;
@@ -236,11 +241,10 @@ impl Sender {
 
 /// Asks which pages of a block have arrived.
 fn learn_unsent(main: &UnixStream, block: &Block) -> io::Result<()> {
-    let Listed { name, used, page_bytes, .. } = &block.listed;
-    let length = u8::try_from(name.len()).map_err(|_| unknown("has too long a name"))?;
-    let named = [&[length][..], name.as_bytes()].concat();
-    protocol::write_command(main, RECV_BITMAP, &named)?;
-    if protocol::read_answer(main)? != (BITMAP, named) {
+    let Listed { used, page_bytes, .. } = &block.listed;
+    protocol::write_command(main, RECV_BITMAP, &block.counted_name)?;
+    let (kind, name) = protocol::read_answer(main)?;
+    if kind != BITMAP || name != block.counted_name {
         return Err(unknown("does not say which pages have arrived"));
     }
     let arrived = protocol::read_bitmap(main, used / PAGE_SIZE as u64)?;

@@ -62,7 +62,8 @@ fn kinds(message: u64) -> Vec<Vec<Fault>> {
     ]
 }
 
-/// The number of schedules in which the link is cut for good, with a witness, at each message.
+/// The number of schedules in which the link is cut for good, with a witness, at each of the first
+/// messages: as many as an undisturbed migration without post-copy has.
 pub(super) fn boundaries() -> u64 {
     4 * kinds(0).len() as u64 * MESSAGES
 }

@@ -87,7 +87,8 @@ impl Stop {
 /// use vmferry::{DestinationConfig, DestinationVm};
 /// use vmferry_transport::{IdentityFiles, Listener, TlsIdentity};
 ///
-/// /// Waits for a guest. Keep the result as long as the guest is here: its responder answers for it.
+/// /// Waits for a guest. Keep the result as long as the guest is here: its responder answers for
+/// /// it.
 /// fn wait<V: DestinationVm>(vm: V, stop: &Stop) -> Result<Owned<V>, Box<dyn std::error::Error>> {
 ///     let files = IdentityFiles::in_directory("/etc/vmferry/tls".as_ref());
 ///     let identity = Arc::new(TlsIdentity::new(files)?);

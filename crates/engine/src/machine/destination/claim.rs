@@ -8,7 +8,7 @@ use super::phase::Phase;
 use crate::error::MigrateError;
 use vmferry_handover::{DestinationEvent, DestinationState, Register, VmError, WitnessId};
 
-/// From a claim that was not answered to the next one. The guest stands still meanwhile.
+/// From a claim that was not answered to the next one. The guest is paused meanwhile.
 const CLAIM_RETRY: Duration = Duration::from_millis(100);
 
 impl Phase {
@@ -22,19 +22,20 @@ impl Phase {
         if common.handover != DestinationState::Claiming {
             return self;
         }
-        let event = match answer {
-            Ok(register) => register.destination_event(),
+        let decided = match answer {
+            Ok(register) => register.destination_event().map(|event| (register, event)),
             Err(error) => {
                 common.claim_failure = Some(error);
                 None
             }
         };
-        let Some(event) = event else {
+        let Some((register, event)) = decided else {
             common.claim_retry = Some(now + CLAIM_RETRY);
             return self;
         };
         if event == DestinationEvent::ClaimRefused {
-            common.failure = Some(MigrateError::ClaimRefused { witness: common.witness() });
+            let witness = common.witness();
+            common.failure = Some(MigrateError::ClaimRefused { witness, register });
         }
         self.hand_over(common, now, LinkId::CONTROL, event)
     }
@@ -103,7 +104,11 @@ mod tests {
 
     #[test]
     fn refused_claim_aborts() {
-        for register in [Register::TakenBack, Register::Freed, Register::Aborted] {
+        for (register, why) in [
+            (Register::TakenBack, "has taken the guest back"),
+            (Register::Freed, "was fenced"),
+            (Register::Aborted, "decided before"),
+        ] {
             let mut destination = claiming();
             let _ = did(&mut destination);
             destination.handle(Duration::ZERO, Input::Claimed(Ok(register)));
@@ -113,10 +118,11 @@ mod tests {
             let _ = did(&mut destination);
             let Some(Ending::Aborted(error)) = destination.ending() else { panic!("{register:?}") };
             assert!(matches!(error, MigrateError::ClaimRefused { .. }), "{error}");
+            assert!(error.to_string().contains(why), "{error}");
         }
     }
 
-    /// The claim is repeated, by a lost link too, and a repeated COMMIT does not extend the wait.
+    /// The claim is repeated, also without a link, and a repeated COMMIT does not extend the wait.
     #[test]
     fn unanswered_claim_is_repeated_and_then_aborts() {
         let mut destination = claiming();
