@@ -85,7 +85,8 @@ impl From<WitnessId> for String {
 }
 
 /// What the witness has on record about the handover of one session.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum Register {
     /// Neither host has asked for the guest.
     Open,

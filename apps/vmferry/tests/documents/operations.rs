@@ -5,7 +5,7 @@ use std::fs::{read_dir, read_to_string};
 use std::path::{Path, PathBuf};
 
 /// Crates whose errors reach people.
-const CRATES: [&str; 18] = [
+const CRATES: [&str; 19] = [
     "apps/inspect",
     "apps/report",
     "apps/sandbox",
@@ -16,6 +16,7 @@ const CRATES: [&str; 18] = [
     "crates/dirty",
     "crates/engine",
     "crates/faults",
+    "crates/fleet",
     "crates/handover",
     "crates/libvirt-rpc",
     "crates/memory",

@@ -1,0 +1,298 @@
+//! A client of etcd with deadlines. It asks one member after another, so that a dead one costs
+//! little.
+
+mod transaction;
+
+use std::future::Future;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use tokio::runtime::Runtime;
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
+use tonic::{Code, Status};
+
+use self::proto::kv_client::KvClient;
+use self::proto::{RangeRequest, ResponseHeader};
+pub(crate) use self::transaction::{Outcome, Transaction, Value};
+
+/// etcd's messages.
+#[allow(missing_docs, clippy::all, clippy::pedantic, reason = "generated")]
+mod proto {
+    tonic::include_proto!("etcdserverpb");
+}
+
+/// How long one member is waited for. etcd answers within milliseconds, or is in an election,
+/// which takes about a second.
+const ATTEMPT: Duration = Duration::from_millis(700);
+
+/// How long all members together are waited for.
+const DEADLINE: Duration = Duration::from_secs(2);
+
+/// Pause between two members, if the first one has failed at once.
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// How etcd is reached.
+#[derive(Clone, Debug)]
+pub struct EtcdConfig {
+    /// The members' addresses, such as `https://etcd-1.example:2379`.
+    pub endpoints: Vec<String>,
+    /// The client's certificate; `None` for etcd without TLS.
+    pub tls: Option<EtcdTls>,
+}
+
+/// PEM texts of a client that etcd authenticates.
+#[derive(Clone)]
+pub struct EtcdTls {
+    authority: Vec<u8>,
+    certificate: Vec<u8>,
+    key: Vec<u8>,
+}
+
+impl EtcdTls {
+    /// Reads `ca.pem`, which etcd's certificates are checked with, and the client's `host.pem` and
+    /// `host.key`.
+    ///
+    /// # Errors
+    /// [`EtcdError::File`].
+    pub fn read(directory: &Path) -> Result<Self, EtcdError> {
+        let read = |name: &str| {
+            let path = directory.join(name);
+            std::fs::read(&path).map_err(|source| EtcdError::File { path, source })
+        };
+        let (authority, certificate) = (read("ca.pem")?, read("host.pem")?);
+        Ok(Self { authority, certificate, key: read("host.key")? })
+    }
+}
+
+impl std::fmt::Debug for EtcdTls {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("EtcdTls").field("key", &"(secret)").finish_non_exhaustive()
+    }
+}
+
+/// An error of etcd's client.
+#[derive(Debug, thiserror::Error)]
+pub enum EtcdError {
+    /// No member is configured.
+    #[error("no address of etcd is configured")]
+    NoEndpoint,
+    /// An address is wrong, or its certificates are.
+    #[error("etcd can't be reached at `{endpoint}`")]
+    BadEndpoint {
+        /// The address.
+        endpoint: String,
+        /// Why.
+        #[source]
+        source: tonic::transport::Error,
+    },
+    /// A file of the client's certificate can't be read.
+    #[error("{path} can't be read", path = path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// This host lacks threads.
+    #[error("a thread for etcd could not be started")]
+    Local(#[source] std::io::Error),
+    /// No member has answered in time. A change may or may not have been made.
+    #[error("no member of etcd answered within {:.1} s: {last}", after.as_secs_f64())]
+    NoAnswer {
+        /// How long they were waited for.
+        after: Duration,
+        /// What the last member that answered at all has said.
+        last: String,
+    },
+    /// etcd has refused the request.
+    #[error("etcd refuses: {}", .0.message())]
+    Refused(#[source] Box<Status>),
+    /// The answer comes from another cluster, or from older data, than an earlier one.
+    #[error(transparent)]
+    OtherData(#[from] OtherData),
+    /// The answer lacks something.
+    #[error("etcd's answer has no {what}")]
+    BadAnswer {
+        /// What is missing.
+        what: &'static str,
+    },
+}
+
+/// etcd's data is not what it was.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error(
+    "etcd's data was replaced or restored from a backup: {found} now, {known} before. Nothing in \
+     it decides about guests that were moving"
+)]
+pub struct OtherData {
+    known: String,
+    found: String,
+}
+
+/// A client. Its calls block the calling thread, for two seconds at most.
+#[derive(Debug)]
+pub struct Etcd {
+    runtime: Runtime,
+    members: Vec<KvClient<Channel>>,
+    /// The member that has answered last.
+    preferred: AtomicUsize,
+    cluster: u64,
+    /// The highest revision that an answer had. A transaction's answer never has a lower one than
+    /// an answer before the question.
+    revision: AtomicI64,
+    /// Once this was found nothing is believed any more: the revision grows past the known one.
+    other_data: OnceLock<OtherData>,
+}
+
+impl Etcd {
+    /// Connects, and learns which cluster it is.
+    ///
+    /// # Errors
+    /// The configuration is wrong, or no member answers.
+    pub fn connect(config: &EtcdConfig) -> Result<Self, EtcdError> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("etcd")
+            .enable_all()
+            .build()
+            .map_err(EtcdError::Local)?;
+        let members = {
+            let _context = runtime.enter();
+            config
+                .endpoints
+                .iter()
+                .map(|endpoint| member(endpoint, config.tls.as_ref()))
+                .collect::<Result<Vec<_>, _>>()?
+        };
+        if members.is_empty() {
+            return Err(EtcdError::NoEndpoint);
+        }
+        let (preferred, revision) = (AtomicUsize::new(0), AtomicI64::new(0));
+        let other_data = OnceLock::new();
+        let mut etcd = Self { runtime, members, preferred, cluster: 0, revision, other_data };
+        let nothing = RangeRequest { key: vec![0], limit: 1, ..RangeRequest::default() };
+        let answer = etcd.call(async |mut member| member.range(nothing.clone()).await)?;
+        let header = answer.header.ok_or(EtcdError::BadAnswer { what: "header" })?;
+        etcd.cluster = header.cluster_id;
+        etcd.revision.store(header.revision, Ordering::Relaxed);
+        Ok(etcd)
+    }
+
+    /// The cluster's number. It depends on the members' addresses and on etcd's
+    /// `--initial-cluster-token`.
+    #[must_use]
+    pub fn cluster(&self) -> u64 {
+        self.cluster
+    }
+
+    /// Does one transaction, also if an attempt of it may have taken effect already: it must be
+    /// right to repeat it.
+    ///
+    /// # Errors
+    /// [`EtcdError::NoAnswer`]: it may or may not have been done.
+    pub(crate) fn transact(&self, transaction: Transaction) -> Result<Outcome, EtcdError> {
+        let known = self.revision.load(Ordering::Relaxed);
+        let request = transaction.into_request();
+        let answer = self.call(async |mut member| member.txn(request.clone()).await)?;
+        self.check(answer.header.as_ref(), known)?;
+        Outcome::of(answer)
+    }
+
+    fn check(&self, header: Option<&ResponseHeader>, known: i64) -> Result<(), EtcdError> {
+        let header = header.ok_or(EtcdError::BadAnswer { what: "header" })?;
+        let of_cluster = |cluster: u64| format!("cluster {cluster:016x}");
+        let of_revision = |revision: i64| format!("revision {revision}");
+        let other = if header.cluster_id != self.cluster {
+            Some((of_cluster(self.cluster), of_cluster(header.cluster_id)))
+        } else {
+            let is_older = header.revision < known;
+            is_older.then(|| (of_revision(known), of_revision(header.revision)))
+        };
+        if let Some((known, found)) = other {
+            let _ = self.other_data.set(OtherData { known, found });
+        }
+        if let Some(other) = self.other_data.get() {
+            return Err(other.clone().into());
+        }
+        self.revision.fetch_max(header.revision, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Asks the members in turn until one answers. The request must be one that may be repeated.
+    fn call<T, F>(&self, ask: impl Fn(KvClient<Channel>) -> F) -> Result<T, EtcdError>
+    where
+        F: Future<Output = Result<tonic::Response<T>, Status>>,
+    {
+        let begun = Instant::now();
+        let mut at = self.preferred.load(Ordering::Relaxed);
+        let mut last = None;
+        while let Some(left) = DEADLINE.checked_sub(begun.elapsed()) {
+            let number = at % self.members.len();
+            let asked = ask(self.members[number].clone());
+            let answer = self
+                .runtime
+                .block_on(async { tokio::time::timeout(left.min(ATTEMPT), asked).await });
+            match answer {
+                Ok(Ok(answer)) => {
+                    self.preferred.store(number, Ordering::Relaxed);
+                    return Ok(answer.into_inner());
+                }
+                Ok(Err(status)) if is_final(&status) => {
+                    return Err(EtcdError::Refused(Box::new(status)));
+                }
+                Ok(Err(status)) => {
+                    last = Some(status);
+                    // A refused connection costs nothing: do not ask in a tight loop.
+                    std::thread::sleep(PAUSE.min(left));
+                }
+                Err(_) => {}
+            }
+            at += 1;
+        }
+        let last = last.map_or_else(|| "all are silent".to_owned(), |status| chain(&status));
+        Err(EtcdError::NoAnswer { after: begun.elapsed(), last })
+    }
+}
+
+/// What a member's status says, with its causes: "transport error" alone helps nobody.
+fn chain(status: &Status) -> String {
+    let mut text = status.message().to_owned();
+    let mut cause = std::error::Error::source(status);
+    while let Some(error) = cause {
+        let more = error.to_string();
+        if !text.contains(&more) {
+            text = format!("{text}: {more}");
+        }
+        cause = error.source();
+    }
+    text
+}
+
+/// Whether another member would answer the same.
+fn is_final(status: &Status) -> bool {
+    matches!(
+        status.code(),
+        Code::InvalidArgument
+            | Code::PermissionDenied
+            | Code::Unauthenticated
+            | Code::NotFound
+            | Code::FailedPrecondition
+            | Code::OutOfRange
+            | Code::Unimplemented
+    )
+}
+
+fn member(endpoint: &str, tls: Option<&EtcdTls>) -> Result<KvClient<Channel>, EtcdError> {
+    let bad = |source| EtcdError::BadEndpoint { endpoint: endpoint.to_owned(), source };
+    let mut to = Endpoint::from_shared(endpoint.to_owned()).map_err(bad)?.connect_timeout(ATTEMPT);
+    if let Some(EtcdTls { authority, certificate, key }) = tls {
+        let config = ClientTlsConfig::new()
+            .ca_certificate(Certificate::from_pem(authority))
+            .identity(Identity::from_pem(certificate, key));
+        to = to.tls_config(config).map_err(bad)?;
+    }
+    Ok(KvClient::new(to.connect_lazy()))
+}

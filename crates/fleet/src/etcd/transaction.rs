@@ -1,0 +1,83 @@
+//! Transactions: comparisons, and what is done if all of them hold or if one does not.
+
+use super::EtcdError;
+use super::proto::compare::{CompareResult, CompareTarget, TargetUnion};
+use super::proto::request_op::Request;
+use super::proto::response_op::Response;
+use super::proto::{
+    Compare, KeyValue, PutRequest, RangeRequest, RequestOp, TxnRequest, TxnResponse,
+};
+
+/// A transaction. Its comparisons are of revisions: a key that has changed since it was read has
+/// another one.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Transaction {
+    request: TxnRequest,
+}
+
+/// A key's value.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Value {
+    pub(crate) bytes: Vec<u8>,
+    /// The revision of its last change.
+    pub(crate) revision: i64,
+}
+
+/// What a transaction has done.
+#[derive(Debug)]
+pub(crate) enum Outcome {
+    /// Its comparisons held.
+    Done,
+    /// One did not. The values are those of [`Transaction::or_read`], in the order of the calls.
+    Otherwise(Vec<Option<Value>>),
+}
+
+impl Transaction {
+    pub(crate) fn new() -> Self {
+        Self::default()
+    }
+
+    /// Only if the key's last change was at `revision`; `None` if the key must not exist.
+    pub(crate) fn only_if(mut self, key: &str, revision: Option<i64>) -> Self {
+        self.request.compare.push(Compare {
+            result: CompareResult::Equal.into(),
+            target: CompareTarget::Mod.into(),
+            key: key.into(),
+            // etcd compares a missing key as one with revision 0.
+            target_union: Some(TargetUnion::ModRevision(revision.unwrap_or(0))),
+        });
+        self
+    }
+
+    /// Sets the key.
+    pub(crate) fn put(mut self, key: &str, bytes: Vec<u8>) -> Self {
+        let put = PutRequest { key: key.into(), value: bytes, lease: 0 };
+        self.request.success.push(RequestOp { request: Some(Request::RequestPut(put)) });
+        self
+    }
+
+    /// Reads the key if a comparison does not hold.
+    pub(crate) fn or_read(mut self, key: &str) -> Self {
+        let range = RangeRequest { key: key.into(), ..RangeRequest::default() };
+        self.request.failure.push(RequestOp { request: Some(Request::RequestRange(range)) });
+        self
+    }
+
+    pub(super) fn into_request(self) -> TxnRequest {
+        self.request
+    }
+}
+
+impl Outcome {
+    pub(super) fn of(answer: TxnResponse) -> Result<Self, EtcdError> {
+        if answer.succeeded {
+            return Ok(Self::Done);
+        }
+        let value = |kv: KeyValue| Value { bytes: kv.value, revision: kv.mod_revision };
+        let values = answer.responses.into_iter().map(|response| match response.response {
+            Some(Response::ResponseRange(range)) => Ok(range.kvs.into_iter().next().map(value)),
+            _ => Err(EtcdError::BadAnswer { what: "value" }),
+        });
+        Ok(Self::Otherwise(values.collect::<Result<_, _>>()?))
+    }
+}

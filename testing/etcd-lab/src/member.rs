@@ -1,0 +1,118 @@
+//! One member of a cluster.
+
+use std::fs::File;
+use std::net::Ipv4Addr;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::program;
+
+/// A member, running or not.
+#[derive(Debug)]
+pub struct Member {
+    name: String,
+    address: Ipv4Addr,
+    /// For clients. The next one is for the other members.
+    port: u16,
+    data: PathBuf,
+    log: PathBuf,
+    process: Option<Child>,
+}
+
+impl Member {
+    pub fn new(directory: &Path, number: u16, address: Ipv4Addr, port: u16) -> Self {
+        let name = format!("etcd-{number}");
+        let log = directory.join(format!("{name}.log"));
+        Self { data: directory.join(&name), name, address, port, log, process: None }
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn client_url(&self) -> String {
+        format!("https://{}:{}", self.address, self.port)
+    }
+
+    pub fn peer_url(&self) -> String {
+        format!("https://{}:{}", self.address, self.port + 1)
+    }
+
+    /// The end of what it has printed.
+    pub fn log(&self) -> String {
+        let text = std::fs::read_to_string(&self.log).unwrap_or_default();
+        let lines: Vec<&str> = text.lines().collect();
+        lines[lines.len().saturating_sub(5)..].join("\n")
+    }
+
+    pub fn start(&mut self, directory: &Path, initial_cluster: &str, token: &str) {
+        assert!(self.process.is_none(), "{} runs already", self.name);
+        let log = File::options().append(true).create(true).open(&self.log);
+        let log = log.expect("a log can be made");
+        // A test that is killed leaves no etcd.
+        let mut command = Command::new("setpriv");
+        command.args(["--pdeathsig", "KILL", "--"]).arg(program("etcd"));
+        let (client, peer) = (self.client_url(), self.peer_url());
+        for (option, value) in [
+            ("--name", self.name.as_str()),
+            ("--listen-client-urls", &client),
+            ("--advertise-client-urls", &client),
+            ("--listen-peer-urls", &peer),
+            ("--initial-advertise-peer-urls", &peer),
+            ("--initial-cluster", initial_cluster),
+            ("--initial-cluster-token", token),
+            ("--logger", "zap"),
+            ("--log-level", "warn"),
+        ] {
+            command.arg(option).arg(value);
+        }
+        command.arg("--data-dir").arg(&self.data);
+        let server = directory.join("server");
+        for prefix in ["", "peer-"] {
+            for (option, file) in
+                [("trusted-ca-file", "ca.pem"), ("cert-file", "host.pem"), ("key-file", "host.key")]
+            {
+                command.arg(format!("--{prefix}{option}")).arg(server.join(file));
+            }
+            command.arg(format!("--{prefix}client-cert-auth"));
+        }
+        command.stdin(Stdio::null());
+        command.stdout(log.try_clone().expect("a descriptor can be duplicated")).stderr(log);
+        self.process = Some(command.spawn().expect("etcd needs setpriv of util-linux"));
+    }
+
+    pub fn kill(&mut self) {
+        let mut process = self.process.take().expect("etcd runs");
+        process.kill().expect("etcd can be killed");
+        process.wait().expect("etcd can be waited for");
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        let process = self.process.as_ref().expect("etcd runs");
+        let pid = Pid::from_raw(process.id().cast_signed()).expect("a process has a number");
+        kill_process(pid, signal).expect("etcd can be signalled");
+    }
+
+    /// Replaces its data by a snapshot's.
+    pub fn restore(&self, snapshot: &Path, initial_cluster: &str, token: &str) {
+        let _ = std::fs::remove_dir_all(&self.data);
+        let mut command = Command::new(program("etcdctl"));
+        command.env("ETCDCTL_API", "3").args(["snapshot", "restore"]).arg(snapshot);
+        command.args(["--name", &self.name, "--initial-cluster", initial_cluster]);
+        command.args(["--initial-cluster-token", token]);
+        command.args(["--initial-advertise-peer-urls", &self.peer_url()]);
+        let output = command.arg("--data-dir").arg(&self.data).output();
+        let output = output.expect("etcdctl can be started");
+        assert!(output.status.success(), "{output:?}");
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        if self.process.is_some() {
+            self.kill();
+        }
+    }
+}
