@@ -3,6 +3,7 @@
 mod daemon;
 mod doctor;
 mod documents;
+mod fleet;
 mod hook;
 mod inspect;
 mod migration;
@@ -12,6 +13,7 @@ mod record;
 mod report;
 mod send;
 mod units;
+mod witness;
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -23,6 +25,7 @@ use vmferry_memory::MemoryKind;
 pub use daemon::{DaemonOptions, HelperOptions, KeeperOptions, ReceiverStarterOptions};
 pub use doctor::DoctorOptions;
 pub use documents::{CompletionsOptions, ManOptions, public_command};
+pub use fleet::{AgentOptions, FleetCommand, FleetOptions};
 pub use hook::{HookOptions, HookRunnerOptions};
 pub use inspect::InspectOptions;
 pub use migration::{MigrationOptions, WhenStuck};
@@ -32,6 +35,7 @@ pub use record::RecordOptions;
 pub use report::ReportOptions;
 pub use send::SendOptions;
 pub use units::{Cap, parse_duration, parse_rate};
+pub use witness::WitnessOptions;
 
 use units::parse_bytes;
 
@@ -69,6 +73,8 @@ pub enum Command {
     Status(StatusOptions),
     /// Carry the migrations of this host's libvirt to other hosts, and theirs to this one.
     Daemon(DaemonOptions),
+    /// Make the fleet of this host in etcd.
+    Fleet(FleetOptions),
     /// Change the limits of a running migration.
     Set(SetOptions),
     /// Release a migration that --pause-before-switchover holds.
@@ -115,6 +121,9 @@ pub enum Command {
     /// Start receivers for a `daemon`, which sends requests through standard input.
     #[command(hide = true)]
     StartReceivers(ReceiverStarterOptions),
+    /// Represent this host in its fleet for a `daemon`.
+    #[command(hide = true)]
+    JoinFleet(AgentOptions),
     /// Start the QEMU of a `receive --exec`, which sends requests through standard input.
     #[command(hide = true)]
     StartQemu(StarterOptions),

@@ -176,6 +176,7 @@ impl<'a> Progress<'a> {
                             | "link-restored"
                             | "recalled"
                             | "in-doubt"
+                            | "witness-decided"
                             | "serving-failed"
                             | "guest-crashed"
                             | "throttled"

@@ -19,6 +19,7 @@ mod migrate;
 mod request;
 mod server;
 mod started;
+mod witness;
 
 pub use client::{ClientError, call};
 pub use directory::{Directories, DirectoryError};
@@ -27,6 +28,7 @@ pub use migrate::{ChangeRequest, EstimateRequest, MigrateRequest, RecordRequest,
 pub use request::Request;
 pub use server::{Answer, BoundServer, Handler, Replies, Server, ServerError, is_live};
 pub use started::Started;
+pub use witness::{SocketWitness, WitnessServer, WitnessSocketError};
 
 /// The OpenAPI 3.1 document of the API.
 pub const OPENAPI: &str = include_str!("../openapi.json");

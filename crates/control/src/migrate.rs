@@ -15,7 +15,10 @@ use vmferry::config::{
     WhenStuck, WorkerCount,
 };
 use vmferry::source::Change;
+use vmferry::witness::Witness;
 use vmferry_transport::{Address, Dialer, IdentityFiles, TlsIdentity, TransportError};
+
+use crate::witness::{SocketWitness, WitnessSocketError};
 
 /// Options of a migration. Only `to` is required. The other defaults are those of
 /// [`vmferry::SourceConfig`].
@@ -87,6 +90,10 @@ pub struct MigrateRequest {
     /// The only protocol version to speak; if absent, the newest version that both sides speak.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub protocol: Option<u16>,
+    /// The socket of the witness that decides a handover in doubt; the destination must have the
+    /// same witness.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub witness: Option<PathBuf>,
     /// Record the content of the channels.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub record: Option<RecordRequest>,
@@ -117,13 +124,15 @@ impl Default for MigrateRequest {
             free_page_hints: config.free_page_hints,
             verify: config.verify,
             protocol: None,
+            witness: None,
             record: None,
         }
     }
 }
 
 impl MigrateRequest {
-    /// The engine's configuration, with a new session.
+    /// The engine's configuration, with a new session and without its
+    /// [witness](Self::open_witness).
     ///
     /// # Errors
     /// The first option that is out of its range.
@@ -134,6 +143,7 @@ impl MigrateRequest {
             tls: _,
             addresses: _,
             record: _,
+            witness: _,
             channels,
             downtime_limit,
             downtime_abort,
@@ -175,6 +185,15 @@ impl MigrateRequest {
         config.free_page_hints = free_page_hints;
         config.verify = verify;
         Ok(config)
+    }
+
+    /// The witness of a new session, if there is one.
+    ///
+    /// # Errors
+    /// No process answers at the socket.
+    pub fn open_witness(&self) -> Result<Option<Arc<dyn Witness>>, WitnessSocketError> {
+        let Some(path) = &self.witness else { return Ok(None) };
+        Ok(Some(Arc::new(SocketWitness::connect(path)?)))
     }
 }
 

@@ -226,6 +226,17 @@ pub enum MigrateError {
         /// What it has on record instead.
         register: Register,
     },
+    /// The witness has given the guest back to the source.
+    #[error(
+        "the destination could not be reached after COMMIT, and the witness {witness} has given \
+         the guest back to this host"
+    )]
+    TakenBack {
+        /// The witness.
+        witness: WitnessId,
+        /// Why the source was in doubt; `None` after a restart.
+        source: Option<Box<MigrateError>>,
+    },
     /// The session was to have a witness, and the destination's release can't have one.
     #[error(
         "the destination's release (protocol version 1) asks no witness: upgrade vmferry there"
@@ -346,6 +357,7 @@ impl MigrateError {
             Self::PoweredOff | Self::NothingLeft { .. } => ErrorClass::GuestState,
             Self::LinkLost { .. }
             | Self::TimedOut { .. }
+            | Self::TakenBack { .. }
             | Self::ClaimUnanswered { .. }
             | Self::ClaimRefused { .. } => ErrorClass::LinkLost,
             Self::NotConverging(_) | Self::PauseTooLong { .. } => ErrorClass::NotConverging,
@@ -384,6 +396,7 @@ impl MigrateError {
             Self::PoweredOff | Self::NothingLeft { .. } => ReasonCode::PoweredOff,
             Self::TimedOut { .. }
             | Self::LinkLost { .. }
+            | Self::TakenBack { .. }
             | Self::ClaimUnanswered { .. }
             | Self::ClaimRefused { .. } => ReasonCode::TimedOut,
             Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ReasonCode::DigestMismatch,

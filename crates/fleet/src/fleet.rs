@@ -86,6 +86,15 @@ pub enum FleetError {
     Etcd(#[from] EtcdError),
 }
 
+impl FleetError {
+    /// Whether etcd has another fleet than the one that was joined, or none: this does not pass.
+    #[must_use]
+    pub fn is_lasting(&self) -> bool {
+        let other = matches!(self, Self::Etcd(EtcdError::OtherData(_)));
+        other || matches!(self, Self::Missing { .. } | Self::OtherIncarnation { .. })
+    }
+}
+
 /// The object of a fleet.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Identity {
@@ -222,6 +231,15 @@ impl Fleet {
             self.check(fleet.as_ref())?;
             found = now;
         }
+    }
+
+    /// Checks that etcd still has this fleet.
+    ///
+    /// # Errors
+    /// It has another one, or none, or does not answer.
+    pub fn check_incarnation(&self) -> Result<(), FleetError> {
+        let found = read(&self.etcd, &self.prefix.key("fleet"))?;
+        self.check(found.as_ref())
     }
 
     /// Checks that the fleet's object still says the same.

@@ -152,9 +152,12 @@ impl GuestService {
         let mut dialer = dialer(request, replies)?;
         let (messages, received) = std::sync::mpsc::channel();
         dialer.recorder = recorder(request, messages)?;
-        let config = request
+        let mut config = request
             .source_config(self.journal_directory.clone())
             .map_err(|error| bad_request(&error))?;
+        let witness = request.open_witness();
+        config.witness = witness
+            .map_err(|error| ControlError::new(ErrorCode::Connect, vmferry::chain(&error)))?;
         let orders = self.begin()?;
         let started = {
             let machine = self.machine.lock();

@@ -131,6 +131,11 @@ pub fn sentence(event: &Map<String, Value>) -> String {
                 .to_owned()
         }
         "in-doubt" => format!("IN DOUBT: {}", text("reason")),
+        "witness-decided" => match text("register") {
+            "taken-back" => "the witness has given the guest back to the source".to_owned(),
+            "aborted" => "the witness says that the guest never runs at the destination".to_owned(),
+            _ => "the witness says that the guest is at the destination".to_owned(),
+        },
         "too-late-to-cancel" => "too late to cancel: the handover is under way".to_owned(),
         "resumed" => "the guest resumed at the source".to_owned(),
         "recording" => text("message").to_owned(),

@@ -8,7 +8,7 @@ use vmferry_memory::MemoryKind;
 use vmferry_sandbox::SandboxMode;
 
 use super::migration::parse_protocol;
-use super::{HookOptions, RecordOptions, TlsOptions, parse_bytes};
+use super::{HookOptions, RecordOptions, TlsOptions, WitnessOptions, parse_bytes};
 
 /// `vmferry receive`.
 #[derive(Debug, Args)]
@@ -84,6 +84,9 @@ pub struct ReceiveOptions {
     /// The hook.
     #[command(flatten)]
     pub hook: HookOptions,
+    /// The witness.
+    #[command(flatten)]
+    pub witness: WitnessOptions,
     /// Recording.
     #[command(flatten)]
     pub record: RecordOptions,

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
-use super::{HookOptions, MigrationOptions, RecordOptions, TlsOptions};
+use super::{HookOptions, MigrationOptions, RecordOptions, TlsOptions, WitnessOptions};
 
 /// `vmferry send`.
 // Options of one kind of guest require a group: clap does not miss a required option that conflicts
@@ -90,6 +90,9 @@ pub struct SendOptions {
     /// The hook.
     #[command(flatten)]
     pub hook: HookOptions,
+    /// The witness.
+    #[command(flatten)]
+    pub witness: WitnessOptions,
     /// Recording.
     #[command(flatten)]
     pub record: RecordOptions,

@@ -62,6 +62,7 @@ pub fn migrate_request(
         free_page_hints: !options.no_free_page_hints,
         verify,
         protocol: options.protocol,
+        witness: None,
         record: None,
     }
 }

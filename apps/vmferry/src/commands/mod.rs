@@ -7,6 +7,7 @@ pub mod demo;
 pub mod doctor;
 pub mod estimate;
 mod finishes;
+pub mod fleet;
 mod host;
 pub mod inspect;
 pub mod libvirt;

@@ -12,6 +12,7 @@ use vmferry_microvm::embed::IncomingMachine;
 use vmferry_microvm::service::{End, peak_rss_bytes};
 use vmferry_sandbox::{Files, Work};
 
+use super::fleet::witness::of_new_session;
 use super::host::{Ending, ending, host};
 use super::reception::{announce, config, listen, tell};
 use super::{directories, prepared_directories};
@@ -30,7 +31,8 @@ pub fn run(options: &ReceiveOptions, output: &Output) -> Result<(), Failure> {
     }
     let directory = prepared_directories()?;
     let listener = listen(options, output)?;
-    let config = config(options, directory.journals(), output)?;
+    let mut config = config(options, directory.journals(), output)?;
+    config.witness = of_new_session(options.witness.witness.as_deref())?;
     let mut incoming = IncomingMachine {
         expect_name: options.expect_name.clone(),
         expect_uuid: options.expect_uuid,

@@ -27,7 +27,8 @@ pub fn run(options: &SendOptions, output: &Output) -> Result<(), Failure> {
     let to = address(&options.to, &options.tls)?;
     let mut request = migrate_request(to, tls, &options.migration, options.verify);
     let address: Address = request.to.parse().map_err(|error| Failure::of(Code::Usage, error))?;
-    // Absolute, because the VMM writes the files and has another working directory.
+    // Absolute, because the VMM uses the files and has another working directory.
+    request.witness = options.witness.witness.as_deref().map(std::path::absolute).transpose()?;
     if let Some(directory) = &options.record.record {
         let directory = std::path::absolute(directory)?;
         request.record = Some(RecordRequest { directory, limit: options.record.record_limit });

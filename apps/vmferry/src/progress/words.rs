@@ -38,6 +38,7 @@ pub fn describe(event: &Value) -> Option<String> {
         | "ready"
         | "committed"
         | "too-late-to-cancel"
+        | "witness-decided"
         | "resumed"
         | "post-copy"
         | "post-copy-unavailable"

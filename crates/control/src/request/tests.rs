@@ -35,6 +35,7 @@ fn every_option() -> MigrateRequest {
         free_page_hints: false,
         verify: true,
         protocol: Some(1),
+        witness: Some("/w".into()),
         record: Some(RecordRequest { directory: "/r".into(), limit: 7 }),
     }
 }
@@ -87,7 +88,7 @@ fn golden_bodies() {
     for (request, golden) in [
         (
             Request::Migrate(Box::new(every_option())),
-            r#"{"to":"tls:b:7001","tls":{"ca":"/t/ca.pem","certificate":"/t/host.pem","key":"/t/host.key","revocations":[],"revocations_if_present":"/t/crl.pem","clock_skew_ms":300000,"server_name":null,"destination_id":"spiffe://x"},"addresses":["192.0.2.1"],"channels":16,"downtime_limit_ms":0.3,"downtime_abort_ms":4000,"max_bandwidth":1048576,"max_rounds":3,"reconnect_timeout_ms":0,"timeout_ms":60000,"when_stuck":"switch-over","post_copy":"never","pause_before_switchover":true,"throttle":80,"compress":"zstd:3","when_busy":"wait","workers":3,"delta_memory":1048576,"free_page_hints":false,"verify":true,"protocol":1,"record":{"directory":"/r","limit":7}}"#,
+            r#"{"to":"tls:b:7001","tls":{"ca":"/t/ca.pem","certificate":"/t/host.pem","key":"/t/host.key","revocations":[],"revocations_if_present":"/t/crl.pem","clock_skew_ms":300000,"server_name":null,"destination_id":"spiffe://x"},"addresses":["192.0.2.1"],"channels":16,"downtime_limit_ms":0.3,"downtime_abort_ms":4000,"max_bandwidth":1048576,"max_rounds":3,"reconnect_timeout_ms":0,"timeout_ms":60000,"when_stuck":"switch-over","post_copy":"never","pause_before_switchover":true,"throttle":80,"compress":"zstd:3","when_busy":"wait","workers":3,"delta_memory":1048576,"free_page_hints":false,"verify":true,"protocol":1,"witness":"/w","record":{"directory":"/r","limit":7}}"#,
         ),
         (
             Request::Change(ChangeRequest {

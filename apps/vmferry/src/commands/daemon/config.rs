@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::Deserialize;
+use serde::de::DeserializeOwned;
 use serde_json::json;
 use vmferry::config::compression::{CompressionConfig, CompressionWay};
 use vmferry::config::policy::{Admission, Policy};
@@ -20,6 +21,7 @@ use vmferry_transport::Address;
 use self::admission::{AnyHost, NoPolicy};
 use super::receivers::template::TemplateTable;
 use crate::args::{parse_duration, parse_rate};
+use crate::commands::fleet::config::FleetTable;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
@@ -50,6 +52,7 @@ pub struct Configuration {
     #[serde(default, rename = "receive")]
     templates: Vec<TemplateTable>,
     max_receivers: Option<u16>,
+    fleet: Option<FleetTable>,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -82,19 +85,29 @@ fn wrong(text: impl Into<String>) -> Failure {
     Failure::new(Code::Usage, text.into())
 }
 
+/// Reads a configuration, or a part of it.
+pub fn read_toml<T: DeserializeOwned>(path: &Path) -> Result<T, Failure> {
+    let name = path.display();
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| wrong(format!("the configuration {name} can't be read: {error}")))?;
+    let parsed: Result<T, toml::de::Error> = toml::from_str(&text);
+    parsed.map_err(|error| {
+        let before = &text[..error.span().map_or(0, |span| span.start).min(text.len())];
+        let line = before.matches('\n').count() + 1;
+        let problem = error.message();
+        wrong(format!("the configuration {name} is wrong at line {line}: {problem}"))
+    })
+}
+
 impl Configuration {
     /// Reads the file and checks what can be checked without using it.
     pub fn read(path: &Path) -> Result<Self, Failure> {
-        let name = path.display();
-        let text = std::fs::read_to_string(path)
-            .map_err(|error| wrong(format!("the configuration {name} can't be read: {error}")))?;
-        let parsed: Result<Self, toml::de::Error> = toml::from_str(&text);
-        parsed.map_err(|error| {
-            let before = &text[..error.span().map_or(0, |span| span.start).min(text.len())];
-            let line = before.matches('\n').count() + 1;
-            let problem = error.message();
-            wrong(format!("the configuration {name} is wrong at line {line}: {problem}"))
-        })
+        read_toml(path)
+    }
+
+    /// Whether this host is in a fleet.
+    pub fn has_fleet(&self) -> bool {
+        self.fleet.is_some()
     }
 
     /// Number of peers.
@@ -180,7 +193,8 @@ impl Configuration {
         let changed = same("listen", self.listen == other.listen)
             .or(same("tls", self.tls == other.tls))
             .or(same("plain", self.plain == other.plain))
-            .or(same("directory", self.directory == other.directory));
+            .or(same("directory", self.directory == other.directory))
+            .or(same("[fleet]", self.fleet == other.fleet));
         match changed {
             Some(what) => {
                 Err(wrong(format!("{what} can't change while the daemon runs: start it again")))
@@ -241,6 +255,7 @@ impl Configuration {
             }
         };
         self.check_templates()?;
+        self.fleet.as_ref().map_or(Ok(()), FleetTable::check)?;
         let duration = |text: &Option<String>, default| match text {
             Some(text) => parse_duration(text).map_err(wrong),
             None => Ok(default),

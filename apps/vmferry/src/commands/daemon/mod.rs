@@ -4,6 +4,7 @@
 //! The daemon restricts itself before it accepts connections. Two processes beside it are not
 //! restricted and read only from it: its helper and the one that starts receivers.
 
+pub mod agent;
 pub mod config;
 pub mod domains;
 pub mod helper;
@@ -32,6 +33,7 @@ use crate::args::DaemonOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 use crate::restrict::restrict_daemon;
+use agent::Agent;
 use config::Configuration;
 use helper::{Helper, HelperError};
 use receivers::ReceiverStarter;
@@ -58,7 +60,7 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
         return Ok(());
     }
     let directories = prepared_directories()?;
-    let beside = Beside::spawn(options, &directories)?;
+    let beside = Beside::spawn(options, &current, &directories)?;
     beside.helper.attempt().map_err(failed)?;
     beside.equip(&mut config);
     let bound = BoundProxy::bind(config).map_err(unusable)?;
@@ -68,8 +70,14 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
     let (end, ended) = channel();
     let of_helper = end.clone();
     beside.helper.watch(move |status| {
-        let _ = of_helper.send(End::Helper(status));
+        let _ = of_helper.send(End::Beside(HELPER, status));
     })?;
+    if let Some(agent) = &beside.agent {
+        let of_agent = end.clone();
+        agent.listen(output, move |status| {
+            let _ = of_agent.send(End::Beside(AGENT, status));
+        })?;
+    }
     beside.starter.listen(output)?;
     let guests = Arc::new(Guests::new(directories, Arc::clone(&beside.helper)));
     let streams = Arc::new(Streams::default());
@@ -108,21 +116,36 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
 /// Why the daemon ends.
 enum End {
     Signal,
-    Helper(io::Result<ExitStatus>),
+    /// A process beside it has ended.
+    Beside(&'static str, io::Result<ExitStatus>),
 }
+
+/// Without it sockets, libvirt and the keeper are out of reach. The next daemon has one, and finds
+/// what the keeper holds.
+const HELPER: &str = "helper (`vmferry help-daemon`)";
+
+/// Without it no guest can be sent or received with a witness.
+const AGENT: &str = "agent (`vmferry join-fleet`)";
 
 /// What other processes do for the daemon.
 struct Beside {
     helper: Arc<Helper>,
     starter: Arc<ReceiverStarter>,
+    agent: Option<Agent>,
     journals: PathBuf,
 }
 
 impl Beside {
-    fn spawn(options: &DaemonOptions, directories: &Directories) -> Result<Self, Failure> {
+    fn spawn(
+        options: &DaemonOptions,
+        current: &Configuration,
+        directories: &Directories,
+    ) -> Result<Self, Failure> {
         let helper = Arc::new(Helper::spawn(&options.config)?);
         let starter = ReceiverStarter::spawn(&options.config, directories.runtime())?;
-        Ok(Self { helper, starter: Arc::new(starter), journals: directories.journals() })
+        let agent = current.has_fleet().then(|| Agent::spawn(&options.config)).transpose()?;
+        let (starter, journals) = (Arc::new(starter), directories.journals());
+        Ok(Self { helper, starter, agent, journals })
     }
 
     fn equip(&self, config: &mut ProxyConfig) {
@@ -156,7 +179,7 @@ impl Following<'_> {
             match ended.recv_timeout(CHECK_PERIOD) {
                 Err(RecvTimeoutError::Timeout) => {}
                 Ok(End::Signal) | Err(RecvTimeoutError::Disconnected) => return Ok(()),
-                Ok(End::Helper(status)) => return Err(without_helper(status)),
+                Ok(End::Beside(which, status)) => return Err(without(which, status)),
             }
             let now = FileVersion::of(&self.options.config);
             if now == self.seen {
@@ -197,14 +220,10 @@ fn failed(error: HelperError) -> Failure {
     Failure::of(Code::Internal, error)
 }
 
-/// Sockets, libvirt and the keeper are out of reach then. The next daemon has a helper, and finds
-/// what the keeper holds.
-fn without_helper(status: io::Result<ExitStatus>) -> Failure {
+fn without(which: &str, status: io::Result<ExitStatus>) -> Failure {
     let how = status.map_or_else(|error| error.to_string(), |status| status.to_string());
-    let text = format!(
-        "the daemon's helper (`vmferry help-daemon`) has ended ({how}), so the daemon ends too: \
-         start it again"
-    );
+    let text =
+        format!("the daemon's {which} has ended ({how}), so the daemon ends too: start it again");
     Failure::new(Code::Internal, text)
 }
 

@@ -26,6 +26,7 @@ use vmferry_wire::SessionId;
 use super::hook::{Call, Hook, Outcome};
 use super::kept::{has_ended, report_kept};
 use super::service::QemuService;
+use crate::commands::fleet::witness::of_session;
 use crate::commands::link::dialer;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
@@ -67,6 +68,8 @@ pub struct GuardOrder {
     pub tls: Option<TlsFiles>,
     /// The migration, for its channels and its bandwidth cap.
     pub request: MigrateRequest,
+    /// The socket of the session's witness.
+    pub witness: Option<PathBuf>,
     /// The settings of QEMU's migration before vmferry changed them.
     pub settings: Settings,
     /// The guest was paused before the migration and stays paused.
@@ -196,6 +199,7 @@ fn take_over(order: &GuardOrder, undecided: Undecided, output: &Output) -> Resul
         .source_config(order.journals.clone())
         .map_err(|error| Failure::of(Code::Usage, error))?;
     config.session = order.session;
+    config.witness = of_session(order.witness.as_deref(), &order.journals, order.session);
     let mut dialer = dialer(&order.to, order.tls.as_ref())?;
     dialer.ticket = order.by_ticket.then_some(Ticket(order.session.0));
     let mut qemu = AbandonedQemu::new(&order.qmp, Some(order.settings.clone()))

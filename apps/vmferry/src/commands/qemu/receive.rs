@@ -12,6 +12,7 @@ use super::hook::Hook;
 use super::starter;
 use super::waiting::{Over, Waiting, is_of_another_user};
 use crate::args::ReceiveOptions;
+use crate::commands::fleet::witness::of_new_session;
 use crate::commands::prepared_directories;
 use crate::commands::reception::listen;
 use crate::exit::{Code, Failure};
@@ -34,6 +35,7 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
         }
         Left::Nothing => {}
     }
+    let witness = of_new_session(options.witness.witness.as_deref())?;
     let mut destination = QemuDestination::attach(qmp, expected(options))?.received_by(&receiver);
     let pid = destination.pid();
     if pid.is_none() {
@@ -51,7 +53,8 @@ pub fn attached(qmp: &Path, options: &ReceiveOptions, output: &Output) -> Result
     // Shows whether QEMU's process is stopped.
     files.read.extend(pid.map(|pid| PathBuf::from(format!("/proc/{pid}/stat"))));
     let others = pid.is_none_or(is_of_another_user);
-    let waiting = Waiting::begin(&listener, options, files, others, output)?;
+    let mut waiting = Waiting::begin(&listener, options, files, others, output)?;
+    waiting.config.witness = witness;
     waiting.watch(pid, qmp)?;
     waiting.run_kept(kept, output)?;
     let owned = waiting.receive(listener, destination, output)?;
@@ -97,13 +100,15 @@ pub fn started(command: &str, options: &ReceiveOptions, output: &Output) -> Resu
         }
         return Ok(());
     }
+    let witness = of_new_session(options.witness.witness.as_deref())?;
     let qmp = free_socket(prepared_directories()?.runtime());
     let starter = starter::spawn(command, &qmp)?;
     let destination =
         StartedQemu::start_by(Box::new(starter), &qmp, expected(options))?.received_by(&receiver);
     // The starter checks whether QEMU is stopped, because only it knows the current process.
     let files = files(destination.place());
-    let waiting = Waiting::begin(&listener, options, files, false, output)?;
+    let mut waiting = Waiting::begin(&listener, options, files, false, output)?;
+    waiting.config.witness = witness;
     waiting.run_kept(kept, output)?;
     let owned = waiting.receive(listener, destination, output)?;
     let (qemu, responder, started) = waiting.received(owned, &qmp, output);

@@ -23,6 +23,7 @@ use super::kept::{has_ended, report_kept, report_not_ended};
 use super::service::QemuService;
 use super::settle::Settling;
 use crate::args::SendOptions;
+use crate::commands::fleet::witness::of_new_session;
 use crate::commands::link::{address, dialer, recorder, source_files};
 use crate::commands::migration::{migrate_request, saved_run};
 use crate::commands::prepared_directories;
@@ -42,16 +43,19 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
     let saved = saved_run(&options.migration)?;
     let directory = prepared_directories()?;
     let mut config = source_config(options, directory.journals())?;
+    let witness = options.witness.witness.as_deref().map(std::path::absolute).transpose()?;
     let by_ticket = options.template.is_some();
     must_have_a_port(by_ticket, &dialer.address)?;
     must_have_all_pages(qmp, &directory)?;
-    let settling = Settling { qmp, config: &config, dialer: &dialer, by_ticket };
+    let settling =
+        Settling { qmp, config: &config, dialer: &dialer, by_ticket, witness: witness.as_deref() };
     if let Some(session) = settling.settle(&directory, options.keep_source, output)? {
         output.result(&json!({ "session": session, "moved_before": true }), || {
             format!("session {session} has moved this guest: it runs at the destination")
         });
         return Ok(());
     }
+    config.witness = of_new_session(witness.as_deref())?;
     let found = Found::look(qmp, options)?;
     let (identity, pid) = (found.identity().clone(), found.pid());
     config.process = pid.and_then(process_name);
@@ -101,6 +105,7 @@ pub fn run(qmp: &Path, options: &SendOptions, output: &Output) -> Result<(), Fai
         by_ticket: dialer.ticket.is_some(),
         tls,
         request: request(options),
+        witness,
         settings: found.settings().clone(),
         paused: found.is_paused(),
         keep_source: options.keep_source,

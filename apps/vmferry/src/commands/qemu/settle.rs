@@ -16,6 +16,7 @@ use vmferry_wire::{GuestIdentity, SessionId};
 use super::guard::{note_interrupted_post_copy, unread};
 use super::kept::{has_ended, report_kept, report_not_ended};
 use super::service::QemuService;
+use crate::commands::fleet::witness::of_session;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 use crate::progress::{JsonEvents, Progress};
@@ -30,6 +31,8 @@ pub struct Settling<'a> {
     pub dialer: &'a Dialer,
     /// Whether a session's number is the ticket of its channels.
     pub by_ticket: bool,
+    /// The socket of the sessions' witness.
+    pub witness: Option<&'a Path>,
 }
 
 impl Settling<'_> {
@@ -106,6 +109,7 @@ impl Settling<'_> {
     ) -> Result<Recovered<AbandonedQemu>, Failure> {
         let mut config = self.config.clone();
         config.session = session;
+        config.witness = of_session(self.witness, &config.journal_directory, session);
         let orders = Orders::new();
         let about =
             json!({ "name": name, "uuid": identity.uuid, "guest": "qemu", "phase": "stopped" });

@@ -3,10 +3,12 @@
 use std::time::Duration;
 
 use super::common::Common;
-use super::io::Action;
+use super::io::{Action, Report};
 use super::phase::Phase;
 use vmferry_handover::{Register, SessionWord, SourceEvent, SourceState, VmError, WitnessRequest};
 use vmferry_wire::{Reason, ReasonCode};
+
+use crate::error::MigrateError;
 
 /// When the witness is asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,14 +63,27 @@ impl Phase {
         if self.asks_witness(common).is_none() {
             return self;
         }
-        match answer.ok().and_then(Register::source_event) {
-            None => self,
-            Some(SourceEvent::Word(SessionWord::Aborted)) => {
+        let Some((register, event)) =
+            answer.ok().and_then(|register| register.source_event().map(|event| (register, event)))
+        else {
+            return self;
+        };
+        if matches!(common.handover, SourceState::InDoubt { .. }) {
+            common.report(Report::WitnessDecided { register });
+        }
+        match event {
+            SourceEvent::Word(SessionWord::Aborted) => {
                 let text = "its host has told the witness that its journal says ABORTED";
                 self.on_aborted(common, now, Reason::new(ReasonCode::Internal, text))
             }
-            Some(event) => {
+            event => {
                 common.wait.since = now;
+                if event == SourceEvent::TakenBack
+                    && let Some(witness) = common.our_side.witness.clone()
+                {
+                    let source = common.failure.take().map(Box::new);
+                    common.failure = Some(MigrateError::TakenBack { witness, source });
+                }
                 match self.hand_over(common, now, event) {
                     // The destination itself was not heard.
                     Self::Serving(serving) => serving.on_ask(),
@@ -140,7 +155,8 @@ mod tests {
         source.handle(patience + SECOND, Input::Tick);
         assert_eq!(questions(&mut source), [Some(WitnessRequest::TakeBack)], "one at a time");
         source.handle(patience + SECOND, Input::Register(Ok(Register::TakenBack)));
-        assert!(matches!(source.ending(), Some(Ending::Kept(_))), "{source:?}");
+        let Some(Ending::Kept(error)) = source.ending() else { panic!("{source:?}") };
+        assert!(error.to_string().contains("the witness w has given the guest back"), "{error}");
     }
 
     #[test]

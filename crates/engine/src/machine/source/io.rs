@@ -438,6 +438,11 @@ pub enum Report {
         /// The cause, in words.
         reason: String,
     },
+    /// The witness has decided a handover in doubt.
+    WitnessDecided {
+        /// What it has on record.
+        register: Register,
+    },
     /// The cancellation came too late.
     TooLateToCancel,
     /// The guest runs here again.

@@ -24,6 +24,7 @@ use super::template::{self, Purpose};
 use crate::args::ReceiverStarterOptions;
 use crate::commands::daemon::config::Configuration;
 use crate::commands::daemon::lines;
+use crate::commands::fleet::witness::witness_socket;
 use crate::commands::prepared_directories;
 use crate::exit::Failure;
 
@@ -34,6 +35,8 @@ const MAX_SAID: usize = 256;
 pub struct Shared {
     config: PathBuf,
     pub directory: PathBuf,
+    /// Where the agent provides the witness, if this host is in a fleet.
+    witness: PathBuf,
     journals: PathBuf,
     receivers: Mutex<HashMap<SessionId, ()>>,
     said: SyncSender<Said>,
@@ -63,6 +66,7 @@ pub fn serve(options: &ReceiverStarterOptions) -> Result<(), Failure> {
     let shared = Arc::new(Shared {
         config: options.config.clone(),
         directory,
+        witness: witness_socket(&directories),
         journals: directories.journals(),
         receivers: Mutex::default(),
         said,
@@ -116,7 +120,11 @@ impl Shared {
     ) -> Option<Vec<OsString>> {
         let config = Configuration::read(&self.config).ok()?;
         let found = config.template(&order.template);
-        let link = config.receiver_options().ok()?;
+        let mut link = config.receiver_options().ok()?;
+        // A recovery answers for what a receiver has left, without asking.
+        if config.has_fleet() && purpose == Purpose::Receive {
+            link.extend(["--witness".into(), self.witness.clone().into()]);
+        }
         Some(template::arguments(found, order, socket, link, purpose))
     }
 

@@ -1,0 +1,12 @@
+//! Fleets: hosts with a `vmferry daemon` each, which share a real etcd.
+
+mod commands;
+mod place;
+mod qemu;
+#[allow(dead_code, reason = "this program uses a part of it")]
+#[path = "../receivers/place.rs"]
+mod receivers;
+mod refused;
+#[path = "../support/mod.rs"]
+mod support;
+mod witness;
