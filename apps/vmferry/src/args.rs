@@ -73,7 +73,7 @@ pub enum Command {
     Status(StatusOptions),
     /// Carry the migrations of this host's libvirt to other hosts, and theirs to this one.
     Daemon(DaemonOptions),
-    /// Make the fleet of this host in etcd.
+    /// Make the fleet of this host in etcd, and show its hosts and guests.
     Fleet(FleetOptions),
     /// Change the limits of a running migration.
     Set(SetOptions),

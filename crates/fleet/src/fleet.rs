@@ -7,7 +7,8 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::etcd::{Outcome, Transaction, Value};
+use crate::etcd::{LeaseId, Outcome, Transaction, Value};
+use crate::host::{HostName, MAX_NAME_BYTES};
 use crate::object::{BadObject, Kind, Object};
 use crate::{Etcd, EtcdError};
 
@@ -78,6 +79,23 @@ pub enum FleetError {
         /// The one that etcd has.
         found: Uuid,
     },
+    /// A host's name has other characters, or too many.
+    #[error(
+        "`{name}` can't be the name of a host: use up to {MAX_NAME_BYTES} letters, digits, `-`, \
+         `_` and `.`"
+    )]
+    HostName {
+        /// The name.
+        name: String,
+    },
+    /// Another host has this name.
+    #[error("the fleet has another host {name}, {why}: give this host another name")]
+    NameTaken {
+        /// The name.
+        name: HostName,
+        /// What is known of the other one.
+        why: &'static str,
+    },
     /// An object can't be read.
     #[error(transparent)]
     Object(#[from] BadObject),
@@ -87,11 +105,13 @@ pub enum FleetError {
 }
 
 impl FleetError {
-    /// Whether etcd has another fleet than the one that was joined, or none: this does not pass.
+    /// Whether etcd has another fleet than the one that was joined, or none, or another host has
+    /// this one's name.
     #[must_use]
     pub fn is_lasting(&self) -> bool {
         let other = matches!(self, Self::Etcd(EtcdError::OtherData(_)));
-        other || matches!(self, Self::Missing { .. } | Self::OtherIncarnation { .. })
+        let gone = matches!(self, Self::Missing { .. } | Self::OtherIncarnation { .. });
+        other || gone || matches!(self, Self::NameTaken { .. })
     }
 }
 
@@ -200,6 +220,16 @@ impl Fleet {
         key: &str,
         change: impl Fn(Option<&T>) -> Option<T>,
     ) -> Result<Option<T>, FleetError> {
+        self.update_leased(key, None, change)
+    }
+
+    /// The same with a lease: etcd removes the object when the lease ends.
+    pub(crate) fn update_leased<T: Kind + Clone>(
+        &self,
+        key: &str,
+        lease: Option<LeaseId>,
+        change: impl Fn(Option<&T>) -> Option<T>,
+    ) -> Result<Option<T>, FleetError> {
         let fleet_key = self.prefix.key("fleet");
         let mut found: Option<Value> = None;
         loop {
@@ -220,7 +250,7 @@ impl Fleet {
                     Some(object) => object.with(value.clone()),
                     None => Object::new(value.clone()),
                 };
-                transaction = transaction.put(key, object.encode());
+                transaction = transaction.put_leased(key, object.encode(), lease);
             }
             let [fleet, now] = match self.etcd.transact(transaction)? {
                 Outcome::Done => return Ok(changed),
@@ -231,6 +261,35 @@ impl Fleet {
             self.check(fleet.as_ref())?;
             found = now;
         }
+    }
+
+    /// Removes an object. Nothing happens if there is none.
+    pub(crate) fn remove(&self, key: &str) -> Result<(), FleetError> {
+        let fleet_key = self.prefix.key("fleet");
+        loop {
+            let transaction = Transaction::new()
+                .only_if(&fleet_key, Some(*self.revision.lock()))
+                .delete(key)
+                .or_read(&fleet_key);
+            match self.etcd.transact(transaction)? {
+                Outcome::Done => return Ok(()),
+                Outcome::Otherwise(values) => {
+                    self.check(values.into_iter().next().flatten().as_ref())?
+                }
+            }
+        }
+    }
+
+    /// The objects below a directory such as `hosts/`: the rest of each key, and its bytes.
+    pub(crate) fn list(&self, directory: &str) -> Result<Vec<(String, Vec<u8>)>, FleetError> {
+        let prefix = self.prefix.key(directory);
+        let found = self.etcd.list(&prefix)?;
+        let rest = |key: String| key.strip_prefix(&prefix).unwrap_or_default().to_owned();
+        Ok(found.into_iter().map(|(key, value)| (rest(key), value.bytes)).collect())
+    }
+
+    pub(crate) fn etcd(&self) -> &Etcd {
+        &self.etcd
     }
 
     /// Checks that etcd still has this fleet.

@@ -1,16 +1,23 @@
 //! Fleets: what several hosts agree on in etcd.
 //!
-//! So far this is the [witness](EtcdWitness) of handovers. etcd does what needs agreement: it
-//! orders changes, and each change is one transaction that compares what it found.
+//! Each host's agent [publishes](Membership) the host and its guests, and the [witness](EtcdWitness)
+//! decides handovers in doubt. etcd does what needs agreement: it orders changes, and each change is
+//! one transaction that compares what it found.
 
 #![forbid(unsafe_code)]
 
 mod etcd;
 mod fleet;
+mod guest;
+mod host;
+mod membership;
 mod object;
 mod witness;
 
 pub use etcd::{Etcd, EtcdConfig, EtcdError, EtcdTls, OtherData};
 pub use fleet::{Fleet, FleetError, FleetPrefix};
+pub use guest::{Guest, GuestPhase, GuestVmm};
+pub use host::{Host, HostName, HostNetwork, HostView, Presence};
+pub use membership::Membership;
 pub use object::BadObject;
 pub use witness::EtcdWitness;

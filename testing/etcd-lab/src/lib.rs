@@ -106,12 +106,12 @@ impl EtcdCluster {
         self.members[member].start(self.directory.path(), &initial, &self.token);
     }
 
-    /// Stops a member (SIGSTOP): its connections stay open and are silent.
+    /// Stops a member (SIGSTOP): its connections stay open and are silent when this returns.
     ///
     /// # Panics
     /// If it does not run.
     pub fn stop(&self, member: usize) {
-        self.members[member].signal(rustix::process::Signal::STOP);
+        self.members[member].stop();
     }
 
     /// Continues a stopped member.

@@ -4,10 +4,11 @@ use std::fs::File;
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::Instant;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::program;
+use crate::{PATIENCE, program};
 
 /// A member, running or not.
 #[derive(Debug)]
@@ -93,6 +94,26 @@ impl Member {
         let process = self.process.as_ref().expect("etcd runs");
         let pid = Pid::from_raw(process.id().cast_signed()).expect("a process has a number");
         kill_process(pid, signal).expect("etcd can be signalled");
+    }
+
+    /// Stops it, and waits until each of its threads has stopped.
+    pub fn stop(&self) {
+        self.signal(Signal::STOP);
+        let deadline = Instant::now() + PATIENCE;
+        while !self.is_stopped() {
+            assert!(Instant::now() < deadline, "{} does not stop", self.name);
+            std::thread::yield_now();
+        }
+    }
+
+    fn is_stopped(&self) -> bool {
+        let pid = self.process.as_ref().expect("etcd runs").id();
+        let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("etcd lives");
+        threads.flatten().all(|thread| {
+            // A thread that has ended does nothing any more.
+            let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+            stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'))
+        })
     }
 
     /// Replaces its data by a snapshot's.

@@ -13,11 +13,14 @@ The table [fleet] of the configuration says where etcd is:
   etcd = [\"https://etcd-1.example:2379\", \"https://etcd-2.example:2379\"]
   tls = \"/etc/vmferry/etcd\"    # ca.pem, host.pem and host.key for etcd
   prefix = \"/vmferry\"
+  host = \"host-a\"
 
 docs/fleet.md describes all of it.
 
 Examples:
   vmferry fleet init
+  vmferry fleet status
+  vmferry fleet guests --json
   vmferry fleet init --config ./daemon.toml --json
   vmferry fleet init --restored    # after etcd was restored from a backup")]
 pub struct FleetOptions {
@@ -39,6 +42,12 @@ pub enum FleetCommand {
         #[arg(long)]
         restored: bool,
     },
+    /// Show the fleet in a few lines, with what is wrong in it.
+    Status,
+    /// Show the hosts.
+    Hosts,
+    /// Show the guests of all hosts.
+    Guests,
 }
 
 /// `vmferry join-fleet`.

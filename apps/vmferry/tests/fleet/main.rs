@@ -1,6 +1,7 @@
 //! Fleets: hosts with a `vmferry daemon` each, which share a real etcd.
 
 mod commands;
+mod members;
 mod place;
 mod qemu;
 #[allow(dead_code, reason = "this program uses a part of it")]

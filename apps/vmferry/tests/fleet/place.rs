@@ -29,6 +29,8 @@ pub struct Place {
     pub b: Member,
     pub world: World,
     pub etcd: EtcdCluster,
+    /// A file with the fleet's table, for commands.
+    pub table: PathBuf,
 }
 
 /// A guest that is being sent, and the receiver.
@@ -42,9 +44,9 @@ pub struct Move {
 impl Place {
     pub fn new() -> Self {
         let (world, etcd) = (World::new(), EtcdCluster::start(1));
-        init(&world, &etcd, "/vmferry");
+        let table = init(&world, &etcd, "/vmferry");
         let [a, b] = ["a", "b"].map(|name| Member::start(&world, name, &etcd, "/vmferry"));
-        Self { a, b, world, etcd }
+        Self { a, b, world, etcd, table }
     }
 
     /// Sends a guest to a receiver, and holds back this message on its way.
@@ -94,15 +96,39 @@ pub fn init(world: &World, etcd: &EtcdCluster, prefix: &str) -> PathBuf {
 impl Member {
     /// Starts a daemon that joins the fleet at the prefix.
     pub fn start(world: &World, name: &str, etcd: &EtcdCluster, prefix: &str) -> Self {
+        Self::start_as(world, name, etcd, prefix, name)
+    }
+
+    /// The same under another name in the fleet.
+    pub fn start_as(
+        world: &World,
+        name: &str,
+        etcd: &EtcdCluster,
+        prefix: &str,
+        host: &str,
+    ) -> Self {
+        let mut member = Self::spawn(world, name, etcd, prefix, host);
+        member.has_joined();
+        member
+    }
+
+    /// The same, and waits for nothing.
+    pub fn spawn(world: &World, name: &str, etcd: &EtcdCluster, prefix: &str, host: &str) -> Self {
         let policy = world.path("policy.toml");
         let allow = format!("[[allow]]\nsource = {HOST:?}\nguests = [\"*\"]\n");
         std::fs::write(&policy, allow).unwrap();
         let link = format!("tls = {:?}\npolicy = {policy:?}\n", world.tls());
-        Self::start_with(world, name, &link, &table(etcd, prefix))
+        Self::spawn_with(world, name, &link, &host_table(etcd, prefix, host))
     }
 
-    /// The same with these lines about its links, and further tables.
+    /// Starts a daemon with these lines about its links, and these tables, which joins its fleet.
     pub fn start_with(world: &World, name: &str, link: &str, tables: &str) -> Self {
+        let mut member = Self::spawn_with(world, name, link, tables);
+        member.has_joined();
+        member
+    }
+
+    fn spawn_with(world: &World, name: &str, link: &str, tables: &str) -> Self {
         let host = world.host(name);
         let config = world.path(&format!("{name}.toml"));
         let written = format!(
@@ -112,9 +138,7 @@ impl Member {
         std::fs::write(&config, written).unwrap();
         let daemon = host.start(&["daemon", "--config", text(&config)]);
         let witness = host.runtime.join("witness");
-        let mut member = Self { host, daemon, config, witness, address: String::new() };
-        member.has_joined();
-        member
+        Self { host, daemon, config, witness, address: String::new() }
     }
 
     /// Starts the daemon again after its end.
@@ -152,4 +176,11 @@ impl Member {
 pub fn table(etcd: &EtcdCluster, prefix: &str) -> String {
     let client: &Path = &etcd.client("host");
     format!("[fleet]\netcd = {:?}\ntls = {client:?}\nprefix = {prefix:?}\n", etcd.endpoints())
+}
+
+/// The same, with what it says of a host.
+pub fn host_table(etcd: &EtcdCluster, prefix: &str, host: &str) -> String {
+    let table = table(etcd, prefix);
+    let address = "127.0.0.1:7002";
+    format!("{table}host = {host:?}\naddress = {address:?}\n[fleet.labels]\nrack = \"r1\"\n")
 }

@@ -76,9 +76,27 @@ fn configurations_that_are_wrong_say_why() {
     refuse(&missing, 2, "/nonexistent/ca.pem can't be read");
     // The daemon says it without being started.
     let daemon = world.path("daemon.toml");
-    let written = format!("listen = \"127.0.0.1:0\"\nplain = true\n{missing}");
-    std::fs::write(&daemon, written).unwrap();
-    host.run(&["daemon", "--check", "--config", text(&daemon)]).failed(2, "can't be read");
+    for (table, why) in [
+        (&missing, "does not say which host this is"),
+        (&format!("{missing}host = \"a/b\"\n"), "can't be the name of a host"),
+        (&format!("{missing}host = \"a\"\n"), "does not say where other hosts reach this one"),
+        (&format!("{missing}host = \"a\"\naddress = \"a:7002\"\n"), "can't be read"),
+        (
+            &format!("{missing}host = \"a\"\naddress = \"a:1\"\nlabels = {{ rack = \"a b\" }}\n"),
+            "can't be a label of a host",
+        ),
+        (
+            &format!(
+                "{missing}host = \"a\"\naddress = \"a:1\"\n[[fleet.network]]\nname = \"n\"\n\
+                 address = \"a:1\"\nbandwidth = \"fast\"\n"
+            ),
+            "`bandwidth` of network n is wrong",
+        ),
+    ] {
+        let written = format!("listen = \"127.0.0.1:0\"\nplain = true\n{table}");
+        std::fs::write(&daemon, written).unwrap();
+        host.run(&["daemon", "--check", "--config", text(&daemon)]).failed(2, why);
+    }
     std::fs::write(&config, &right).unwrap();
     let restored = ["fleet", "init", "--restored", "--config", text(&config)];
     host.run(&restored).failed(9, "etcd has no fleet at /vmferry");

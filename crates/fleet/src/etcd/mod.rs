@@ -1,6 +1,7 @@
 //! A client of etcd with deadlines. It asks one member after another, so that a dead one costs
 //! little.
 
+mod lease;
 mod transaction;
 
 use std::future::Future;
@@ -13,6 +14,7 @@ use tokio::runtime::Runtime;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Code, Status};
 
+pub(crate) use self::lease::LeaseId;
 use self::proto::kv_client::KvClient;
 use self::proto::{RangeRequest, ResponseHeader};
 pub(crate) use self::transaction::{Outcome, Transaction, Value};
@@ -29,6 +31,9 @@ const ATTEMPT: Duration = Duration::from_millis(700);
 
 /// How long all members together are waited for.
 const DEADLINE: Duration = Duration::from_secs(2);
+
+/// Keys that one answer has at most: an answer has at most 4 MiB, and an object a few kilobytes.
+const PAGE_KEYS: i64 = 200;
 
 /// Pause between two members, if the first one has failed at once.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -136,7 +141,7 @@ pub struct OtherData {
 #[derive(Debug)]
 pub struct Etcd {
     runtime: Runtime,
-    members: Vec<KvClient<Channel>>,
+    members: Vec<Channel>,
     /// The member that has answered last.
     preferred: AtomicUsize,
     cluster: u64,
@@ -174,7 +179,8 @@ impl Etcd {
         let other_data = OnceLock::new();
         let mut etcd = Self { runtime, members, preferred, cluster: 0, revision, other_data };
         let nothing = RangeRequest { key: vec![0], limit: 1, ..RangeRequest::default() };
-        let answer = etcd.call(async |mut member| member.range(nothing.clone()).await)?;
+        let answer =
+            etcd.call(async |member| KvClient::new(member).range(nothing.clone()).await)?;
         let header = answer.header.ok_or(EtcdError::BadAnswer { what: "header" })?;
         etcd.cluster = header.cluster_id;
         etcd.revision.store(header.revision, Ordering::Relaxed);
@@ -196,9 +202,50 @@ impl Etcd {
     pub(crate) fn transact(&self, transaction: Transaction) -> Result<Outcome, EtcdError> {
         let known = self.revision.load(Ordering::Relaxed);
         let request = transaction.into_request();
-        let answer = self.call(async |mut member| member.txn(request.clone()).await)?;
+        let answer = self.call(async |member| KvClient::new(member).txn(request.clone()).await)?;
         self.check(answer.header.as_ref(), known)?;
         Outcome::of(answer)
+    }
+
+    /// All keys that begin with `prefix`, with their values, as of one revision.
+    ///
+    /// # Errors
+    /// No member answers.
+    pub(crate) fn list(&self, prefix: &str) -> Result<Vec<(String, Value)>, EtcdError> {
+        let mut end = prefix.as_bytes().to_vec();
+        // A prefix ends with `/`, so the next key after all of its own is one byte higher.
+        if let Some(last) = end.last_mut() {
+            *last += 1;
+        }
+        let mut request = RangeRequest {
+            key: prefix.into(),
+            range_end: end,
+            limit: PAGE_KEYS,
+            ..RangeRequest::default()
+        };
+        let mut found = Vec::new();
+        loop {
+            let known = self.revision.load(Ordering::Relaxed);
+            let answer =
+                self.call(async |member| KvClient::new(member).range(request.clone()).await)?;
+            self.check(answer.header.as_ref(), known)?;
+            let revision = answer.header.map_or(0, |header| header.revision);
+            if request.revision == 0 {
+                request.revision = revision;
+            }
+            let last = answer.kvs.last().map(|kv| kv.key.clone());
+            for kv in answer.kvs {
+                let name = String::from_utf8_lossy(&kv.key).into_owned();
+                found.push((name, Value { bytes: kv.value, revision: kv.mod_revision }));
+            }
+            match last.filter(|_| answer.more) {
+                Some(mut last) => {
+                    last.push(0);
+                    request.key = last;
+                }
+                None => return Ok(found),
+            }
+        }
     }
 
     fn check(&self, header: Option<&ResponseHeader>, known: i64) -> Result<(), EtcdError> {
@@ -222,7 +269,7 @@ impl Etcd {
     }
 
     /// Asks the members in turn until one answers. The request must be one that may be repeated.
-    fn call<T, F>(&self, ask: impl Fn(KvClient<Channel>) -> F) -> Result<T, EtcdError>
+    fn call<T, F>(&self, ask: impl Fn(Channel) -> F) -> Result<T, EtcdError>
     where
         F: Future<Output = Result<tonic::Response<T>, Status>>,
     {
@@ -285,7 +332,7 @@ fn is_final(status: &Status) -> bool {
     )
 }
 
-fn member(endpoint: &str, tls: Option<&EtcdTls>) -> Result<KvClient<Channel>, EtcdError> {
+fn member(endpoint: &str, tls: Option<&EtcdTls>) -> Result<Channel, EtcdError> {
     let bad = |source| EtcdError::BadEndpoint { endpoint: endpoint.to_owned(), source };
     let mut to = Endpoint::from_shared(endpoint.to_owned()).map_err(bad)?.connect_timeout(ATTEMPT);
     if let Some(EtcdTls { authority, certificate, key }) = tls {
@@ -294,5 +341,5 @@ fn member(endpoint: &str, tls: Option<&EtcdTls>) -> Result<KvClient<Channel>, Et
             .identity(Identity::from_pem(certificate, key));
         to = to.tls_config(config).map_err(bad)?;
     }
-    Ok(KvClient::new(to.connect_lazy()))
+    Ok(to.connect_lazy())
 }

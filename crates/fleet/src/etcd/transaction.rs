@@ -1,12 +1,13 @@
 //! Transactions: comparisons, and what is done if all of them hold or if one does not.
 
-use super::EtcdError;
 use super::proto::compare::{CompareResult, CompareTarget, TargetUnion};
 use super::proto::request_op::Request;
 use super::proto::response_op::Response;
 use super::proto::{
-    Compare, KeyValue, PutRequest, RangeRequest, RequestOp, TxnRequest, TxnResponse,
+    Compare, DeleteRangeRequest, KeyValue, PutRequest, RangeRequest, RequestOp, TxnRequest,
+    TxnResponse,
 };
+use super::{EtcdError, LeaseId};
 
 /// A transaction. Its comparisons are of revisions: a key that has changed since it was read has
 /// another one.
@@ -50,9 +51,22 @@ impl Transaction {
     }
 
     /// Sets the key.
-    pub(crate) fn put(mut self, key: &str, bytes: Vec<u8>) -> Self {
-        let put = PutRequest { key: key.into(), value: bytes, lease: 0 };
+    pub(crate) fn put(self, key: &str, bytes: Vec<u8>) -> Self {
+        self.put_leased(key, bytes, None)
+    }
+
+    /// Sets the key, until the lease ends.
+    pub(crate) fn put_leased(mut self, key: &str, bytes: Vec<u8>, lease: Option<LeaseId>) -> Self {
+        let lease = lease.map_or(0, |lease| lease.0);
+        let put = PutRequest { key: key.into(), value: bytes, lease };
         self.request.success.push(RequestOp { request: Some(Request::RequestPut(put)) });
+        self
+    }
+
+    /// Removes the key.
+    pub(crate) fn delete(mut self, key: &str) -> Self {
+        let range = DeleteRangeRequest { key: key.into(), ..DeleteRangeRequest::default() };
+        self.request.success.push(RequestOp { request: Some(Request::RequestDeleteRange(range)) });
         self
     }
 

@@ -25,7 +25,7 @@ impl Qmp {
     }
 
     /// The same with another timeout for this and each later answer.
-    pub(super) fn connect_within(path: &Path, patience: Duration) -> Result<Self, QmpError> {
+    pub(crate) fn connect_within(path: &Path, patience: Duration) -> Result<Self, QmpError> {
         let connect = |patience| {
             socket::connect(path, patience).map_err(|source| {
                 let path = path.to_owned();

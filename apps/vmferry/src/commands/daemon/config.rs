@@ -21,7 +21,7 @@ use vmferry_transport::Address;
 use self::admission::{AnyHost, NoPolicy};
 use super::receivers::template::TemplateTable;
 use crate::args::{parse_duration, parse_rate};
-use crate::commands::fleet::config::FleetTable;
+use crate::commands::fleet::config::{FleetTable, HostTable};
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
@@ -108,6 +108,12 @@ impl Configuration {
     /// Whether this host is in a fleet.
     pub fn has_fleet(&self) -> bool {
         self.fleet.is_some()
+    }
+
+    /// Its table, and what that says of this host.
+    pub fn fleet(&self) -> Result<(&FleetTable, HostTable), Failure> {
+        let table = self.fleet.as_ref().ok_or_else(|| wrong("there is no table [fleet]"))?;
+        Ok((table, table.host(&self.listen)?))
     }
 
     /// Number of peers.
@@ -255,7 +261,7 @@ impl Configuration {
             }
         };
         self.check_templates()?;
-        self.fleet.as_ref().map_or(Ok(()), FleetTable::check)?;
+        self.fleet.as_ref().map_or(Ok(()), |fleet| fleet.check(&self.listen))?;
         let duration = |text: &Option<String>, default| match text {
             Some(text) => parse_duration(text).map_err(wrong),
             None => Ok(default),

@@ -1,11 +1,16 @@
 //! The table `[fleet]` of a daemon's configuration.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::Deserialize;
-use vmferry_fleet::{Etcd, EtcdConfig, EtcdError, EtcdTls, Fleet, FleetError, FleetPrefix};
+use vmferry_fleet::{
+    Etcd, EtcdConfig, EtcdError, EtcdTls, Fleet, FleetError, FleetPrefix, HostName, HostNetwork,
+};
+use vmferry_proxy::is_plain_name;
 
+use crate::args::parse_rate;
 use crate::commands::daemon::config::read_toml;
 use crate::exit::{Code, Failure};
 
@@ -19,6 +24,37 @@ pub struct FleetTable {
     tls: Option<PathBuf>,
     #[serde(default)]
     plain: bool,
+    host: Option<String>,
+    address: Option<String>,
+    #[serde(default)]
+    labels: BTreeMap<String, String>,
+    #[serde(default)]
+    qemu: Vec<PathBuf>,
+    #[serde(default, rename = "network")]
+    networks: Vec<NetworkTable>,
+}
+
+#[derive(Clone, Debug, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NetworkTable {
+    name: String,
+    address: String,
+    bandwidth: Option<String>,
+}
+
+/// What the table says of this host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HostTable {
+    /// Its name.
+    pub name: HostName,
+    /// Where other hosts reach its daemon.
+    pub address: String,
+    /// Its labels.
+    pub labels: BTreeMap<String, String>,
+    /// Directories with QMP sockets of QEMUs.
+    pub qemu: Vec<PathBuf>,
+    /// The networks that guests are sent over.
+    pub networks: Vec<HostNetwork>,
 }
 
 fn default_prefix() -> String {
@@ -42,9 +78,10 @@ impl FleetTable {
         })
     }
 
-    /// Checks what can be checked without etcd.
-    pub fn check(&self) -> Result<(), Failure> {
+    /// Checks what a daemon that listens at `listen` needs, without etcd.
+    pub fn check(&self, listen: &str) -> Result<(), Failure> {
         self.prefix()?;
+        self.host(listen)?;
         self.etcd_config().map(drop)
     }
 
@@ -62,6 +99,52 @@ impl FleetTable {
     pub fn join(&self) -> Result<Fleet, Failure> {
         let prefix = self.prefix()?;
         Ok(Fleet::join(Arc::new(self.connect()?), prefix)?)
+    }
+
+    /// What it says of this host, whose daemon listens at `listen`.
+    pub fn host(&self, listen: &str) -> Result<HostTable, Failure> {
+        let wrong = |text: String| Failure::new(Code::Usage, text);
+        let name = self.host.as_deref().ok_or_else(|| {
+            wrong("the table [fleet] does not say which host this is: add `host = \"NAME\"`".into())
+        })?;
+        let name = HostName::new(name)?;
+        let port = listen.rsplit_once(':').map(|(_, port)| port).filter(|port| *port != "0");
+        let address = match (&self.address, port) {
+            (Some(address), _) => address.clone(),
+            (None, Some(port)) => format!("{name}:{port}"),
+            (None, None) => {
+                return Err(wrong(
+                    "the table [fleet] does not say where other hosts reach this one: add \
+                     `address = \"HOST:PORT\"`"
+                        .into(),
+                ));
+            }
+        };
+        let labels = self.labels.iter().flat_map(|(key, value)| [key, value]);
+        if let Some(label) = labels.into_iter().find(|text| !is_plain_name(text)) {
+            return Err(wrong(format!(
+                "{label:?} can't be a label of a host: keys and values have up to 64 letters, \
+                 digits, `-`, `_` and `.`"
+            )));
+        }
+        let networks = self.networks.iter().map(|table| {
+            let NetworkTable { name, address, bandwidth } = table.clone();
+            let bytes_per_s =
+                bandwidth.as_deref().map(parse_rate).transpose().map_err(|error| {
+                    wrong(format!("`bandwidth` of network {name} is wrong: {error}"))
+                })?;
+            Ok(HostNetwork { name, address, bytes_per_s })
+        });
+        let networks = networks.collect::<Result<_, Failure>>()?;
+        let (labels, qemu) = (self.labels.clone(), self.qemu.clone());
+        if let Some(path) = qemu.iter().find(|path| !path.is_absolute()) {
+            let text = format!(
+                "`qemu` of the table [fleet] has {}, which is not an absolute path",
+                path.display()
+            );
+            return Err(wrong(text));
+        }
+        Ok(HostTable { name, address, labels, qemu, networks })
     }
 
     fn etcd_config(&self) -> Result<EtcdConfig, Failure> {
@@ -90,7 +173,8 @@ impl FleetTable {
 impl From<FleetError> for Failure {
     fn from(error: FleetError) -> Self {
         let code = match &error {
-            FleetError::Prefix { .. } => Code::Usage,
+            FleetError::Prefix { .. } | FleetError::HostName { .. } => Code::Usage,
+            FleetError::NameTaken { .. } => Code::Busy,
             FleetError::Missing { .. }
             | FleetError::OtherIncarnation { .. }
             | FleetError::Object(_)

@@ -2,6 +2,7 @@
 
 pub mod config;
 mod init;
+mod show;
 pub mod witness;
 
 use crate::args::{FleetCommand, FleetOptions};
@@ -14,5 +15,8 @@ pub fn run(options: &FleetOptions, output: &Output) -> Result<(), Failure> {
     let table = FleetTable::read(&options.config)?;
     match options.command {
         FleetCommand::Init { restored } => init::run(&table, restored, output),
+        FleetCommand::Status => show::status(&table.join()?, output),
+        FleetCommand::Hosts => show::hosts(&table.join()?, output),
+        FleetCommand::Guests => show::guests(&table.join()?, output),
     }
 }

@@ -2,12 +2,15 @@
 //!
 //! ```text
 //!  daemon, restricted <-- events -- vmferry join-fleet -- TLS --> etcd
-//!                                        ^
-//!  vmferry send, receive -- the witness -+   at a socket in the runtime directory
+//!                                     |  ^
+//!  vmferry run, receive, send <-status-  + the witness -- vmferry send, receive
 //! ```
 //! Only the agent has the host's credentials for etcd. It ends with the daemon.
 
+mod guests;
+mod host;
 pub mod process;
+mod qemus;
 mod reports;
 
 use std::io::{self, BufReader};

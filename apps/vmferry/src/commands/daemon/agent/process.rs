@@ -2,15 +2,21 @@
 
 use std::io::Read;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
-use serde_json::json;
+use serde_json::{Value, json};
+use vmferry::probe::HostFacts;
 use vmferry::witness::Witness;
 use vmferry_control::{Directories, WitnessServer};
-use vmferry_fleet::{EtcdWitness, Fleet};
+use vmferry_fleet::{EtcdWitness, FleetError, Host, HostName, Membership};
 
+use super::guests::{self, Found};
+use super::host;
+use super::qemus::Qemus;
 use super::reports::Reports;
 use crate::args::AgentOptions;
+use crate::commands::daemon::config::Configuration;
 use crate::commands::fleet::config::FleetTable;
 use crate::commands::fleet::witness::witness_socket;
 use crate::commands::prepared_directories;
@@ -20,7 +26,10 @@ use crate::output::Output;
 /// How often the journals are looked at. A source in doubt waits for what they say.
 const PERIOD: Duration = Duration::from_millis(500);
 
-/// How often the fleet's object is checked, if nothing else asks etcd.
+/// How often the host says that it is there, in periods: three times before its lease ends.
+const KEEP_EVERY: u32 = 6;
+
+/// How often the fleet's object is read, in periods: nothing else may be written for long.
 const CHECK_EVERY: u32 = 20;
 
 /// Pause between attempts to join.
@@ -30,83 +39,138 @@ const RETRY_PERIOD: Duration = Duration::from_secs(1);
 pub fn serve(options: &AgentOptions, output: &Output) -> Result<(), Failure> {
     // It ends when the daemon does.
     crate::signals::ignore()?;
-    std::thread::Builder::new().name("daemon-end".into()).spawn(|| {
+    let (lives, daemon) = channel::<()>();
+    std::thread::Builder::new().name("daemon-end".into()).spawn(move || {
         let _ = std::io::stdin().read_to_end(&mut Vec::new());
-        std::process::exit(0);
+        drop(lives);
     })?;
     let directories = prepared_directories()?;
-    let table = FleetTable::read(&options.config)?;
-    table.check()?;
-    let mut told = String::new();
-    loop {
-        match join(&table, &directories, output) {
-            // The operator is told once, whatever the number of attempts.
-            Err(failure) if failure.to_string() != told => {
-                told = failure.to_string();
-                let event = json!({ "event": "fleet-absent", "message": told });
-                output.event(&event, || told.clone());
+    let config = Configuration::read(&options.config)?;
+    let (table, host) = config.fleet()?;
+    // Guests that were received by templates have their sockets in the runtime directory.
+    let mut sockets = host.qemu.clone();
+    sockets.push(directories.runtime().to_owned());
+    let agent = Agent {
+        table,
+        about: host::describe(&host, directories.state())?,
+        name: host.name,
+        guests: guests::watch(directories.clone(), Qemus::new(sockets, directories.journals()))?,
+        directories,
+        daemon,
+        output,
+    };
+    agent.run()
+}
+
+/// What the agent works with.
+struct Agent<'a> {
+    table: &'a FleetTable,
+    name: HostName,
+    about: Host,
+    directories: Directories,
+    guests: Found,
+    /// Is disconnected when the daemon has ended.
+    daemon: Receiver<()>,
+    output: &'a Output,
+}
+
+/// Why the host is not in the fleet any more.
+enum Left {
+    DaemonEnded,
+    Failed(Failure),
+}
+
+impl Agent<'_> {
+    fn run(&self) -> Result<(), Failure> {
+        let mut told = String::new();
+        loop {
+            match self.join() {
+                // The operator is told once, whatever the number of attempts.
+                Err(failure) if failure.to_string() != told => {
+                    told = failure.to_string();
+                    self.tell(json!({ "event": "fleet-absent" }), &told);
+                }
+                Err(_) => {}
+                Ok(Left::DaemonEnded) => return Ok(()),
+                Ok(Left::Failed(failure)) => {
+                    self.tell(json!({ "event": "fleet-left" }), &failure.to_string());
+                    told.clear();
+                }
             }
-            Err(_) => {}
-            Ok(failure) => {
-                let event = json!({ "event": "fleet-left", "message": failure.to_string() });
-                output.event(&event, || failure.to_string());
-                told.clear();
+            // etcd tells nobody when it serves.
+            if self.daemon_ends_within(RETRY_PERIOD) {
+                return Ok(());
             }
         }
-        // etcd tells nobody when it serves.
-        std::thread::sleep(RETRY_PERIOD);
     }
-}
 
-/// Joins the fleet, and returns why this host is not in it any more.
-fn join(
-    table: &FleetTable,
-    directories: &Directories,
-    output: &Output,
-) -> Result<Failure, Failure> {
-    let fleet = Arc::new(table.join()?);
-    let witness = Arc::new(EtcdWitness::new(Arc::clone(&fleet)));
-    let (path, id) = (witness_socket(directories), witness.id());
-    let server = WitnessServer::bind(&path, Arc::clone(&witness) as Arc<dyn Witness>);
-    let _server = server.map_err(|error| {
-        let text = format!("the witness can't be provided at {}", path.display());
-        Failure::of(Code::Busy, anyhow::Error::new(error).context(text))
-    })?;
-    let message = format!("joined {}; the witness is at {}", fleet.prefix(), path.display());
-    let joined = json!({
-        "event": "fleet-joined", "prefix": fleet.prefix().to_string(), "witness": id,
-        "socket": path, "message": message,
-    });
-    output.event(&joined, || message.clone());
-    let mut reports = Reports::new(directories.journals(), witness);
-    Ok(follow(&fleet, &mut reports, output))
-}
-
-/// Reports what the journals say, until the fleet is another one.
-fn follow(fleet: &Fleet, reports: &mut Reports, output: &Output) -> Failure {
-    let mut problem = String::new();
-    for turn in 1_u32.. {
-        let reported = reports.turn(&mut |event, message| {
-            let mut event = event;
-            event["message"] = message.into();
-            output.event(&event, || message.to_owned());
+    /// Joins the fleet, and returns why this host is not in it any more.
+    fn join(&self) -> Result<Left, Failure> {
+        let fleet = Arc::new(self.table.join()?);
+        let member = Membership::begin(Arc::clone(&fleet), self.name.clone(), self.about.clone())?;
+        let witness = Arc::new(EtcdWitness::new(Arc::clone(&fleet)));
+        let (path, id) = (witness_socket(&self.directories), witness.id());
+        let server = WitnessServer::bind(&path, Arc::clone(&witness) as Arc<dyn Witness>);
+        let _server = server.map_err(|error| {
+            let text = format!("the witness can't be provided at {}", path.display());
+            Failure::of(Code::Busy, anyhow::Error::new(error).context(text))
+        })?;
+        let (name, prefix, socket) = (&self.name, fleet.prefix(), path.display());
+        let message = format!("joined {prefix} as {name}; the witness is at {socket}");
+        let joined = json!({
+            "event": "fleet-joined", "prefix": prefix.to_string(), "host": name.to_string(),
+            "witness": id, "socket": path,
         });
-        if reported.is_err() || turn.is_multiple_of(CHECK_EVERY) {
-            match fleet.check_incarnation() {
-                Err(error) if error.is_lasting() => return error.into(),
-                checked => {
-                    let failed = reported.or(checked.map_err(Failure::from)).err();
+        self.tell(joined, &message);
+        let reports = Reports::new(self.directories.journals(), witness);
+        Ok(self.follow(member, reports))
+    }
+
+    /// Publishes what this host is and has, and reports what its journals say.
+    fn follow(&self, mut member: Membership, mut reports: Reports) -> Left {
+        let mut problem = String::new();
+        for turn in 1_u32.. {
+            let reported = reports.turn(&mut |event, message| self.tell(event, message));
+            let published = self.publish(&mut member, turn);
+            match published {
+                Err(error) if error.is_lasting() => return Left::Failed(error.into()),
+                published => {
+                    let failed = reported.or(published.map_err(Failure::from)).err();
                     let now = failed.map_or_else(String::new, |failure| failure.to_string());
                     if now != problem && !now.is_empty() {
-                        let event = json!({ "event": "fleet-silent", "message": now });
-                        output.event(&event, || now.clone());
+                        self.tell(json!({ "event": "fleet-silent" }), &now);
                     }
                     problem = now;
                 }
             }
+            if self.daemon_ends_within(PERIOD) {
+                // Otherwise the host counts as present until its lease ends.
+                let _ = member.end();
+                return Left::DaemonEnded;
+            }
         }
-        // Journals cause no wake-up.
-        std::thread::sleep(PERIOD);
+        unreachable!("turns never end")
     }
-    unreachable!("turns never end")
+
+    fn publish(&self, member: &mut Membership, turn: u32) -> Result<(), FleetError> {
+        if turn.is_multiple_of(KEEP_EVERY) || turn == 1 {
+            member.keep(HostFacts::default().with_memory().memory_available)?;
+        }
+        if turn.is_multiple_of(CHECK_EVERY) {
+            member.fleet().check_incarnation()?;
+        }
+        match self.guests.lock().clone() {
+            Some(guests) => member.publish(guests),
+            None => Ok(()),
+        }
+    }
+
+    fn daemon_ends_within(&self, time: Duration) -> bool {
+        self.daemon.recv_timeout(time) == Err(RecvTimeoutError::Disconnected)
+    }
+
+    fn tell(&self, mut event: Value, message: &str) {
+        event["message"] = message.into();
+        self.output.event(&event, || message.to_owned());
+    }
 }

@@ -1,0 +1,76 @@
+//! What this host says of itself in its fleet.
+
+use std::fs::OpenOptions;
+use std::io::{ErrorKind, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use uuid::Uuid;
+use vmferry::probe::HostFacts;
+use vmferry_fleet::Host;
+
+use crate::commands::doctor::this_host;
+use crate::commands::fleet::config::HostTable;
+use crate::exit::{Code, Failure};
+
+/// This host, with the parts of it that its operator has configured.
+pub fn describe(table: &HostTable, state: &Path) -> Result<Host, Failure> {
+    Ok(Host {
+        instance: instance(state)?,
+        address: table.address.clone(),
+        cpus: std::thread::available_parallelism()?.get(),
+        memory_bytes: memory_bytes(),
+        labels: table.labels.clone(),
+        networks: table.networks.clone(),
+        // Amounts that change all the time are a part of its presence.
+        facts: HostFacts { memory_available: None, huge_pages: Vec::new(), ..this_host() },
+    })
+}
+
+/// The number of this host, which its state directory keeps: journals in another directory are
+/// those of another host.
+fn instance(state: &Path) -> Result<Uuid, Failure> {
+    let path = state.join("fleet-instance");
+    let failed = |error: std::io::Error| {
+        let text = format!("this host's number in its fleet, {}, can't be kept", path.display());
+        Failure::of(Code::Internal, anyhow::Error::new(error).context(text))
+    };
+    let fresh = Uuid::new_v4();
+    match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path) {
+        Ok(mut file) => {
+            let written = file.write_all(fresh.to_string().as_bytes());
+            written.and_then(|()| file.sync_all()).map_err(failed)?;
+            Ok(fresh)
+        }
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+            let text = std::fs::read_to_string(&path).map_err(failed)?;
+            text.trim().parse().map_err(|error| failed(std::io::Error::other(error)))
+        }
+        Err(error) => Err(failed(error)),
+    }
+}
+
+fn memory_bytes() -> u64 {
+    let system = rustix::system::sysinfo();
+    u64::from(system.mem_unit) * system.totalram
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_keeps_its_number() {
+        let directory = tempfile::tempdir().unwrap();
+        let first = instance(directory.path()).unwrap();
+        assert_eq!(instance(directory.path()).unwrap(), first);
+        std::fs::write(directory.path().join("fleet-instance"), "").unwrap();
+        let error = instance(directory.path()).unwrap_err().to_string();
+        assert!(error.contains("can't be kept"), "{error}");
+    }
+
+    #[test]
+    fn memory_of_this_host_is_known() {
+        assert!(memory_bytes() > 1 << 28);
+    }
+}

@@ -1,0 +1,175 @@
+//! Hosts: what each says of itself.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+use uuid::Uuid;
+use vmferry::probe::HostFacts;
+
+use crate::fleet::{Fleet, FleetError};
+use crate::guest::Guest;
+use crate::object::{BadObject, Kind, Object};
+
+/// Maximum length of a host's name.
+pub(crate) const MAX_NAME_BYTES: usize = 64;
+
+/// The name of a host in its fleet.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct HostName(String);
+
+impl HostName {
+    /// Checks a name.
+    ///
+    /// # Errors
+    /// [`FleetError::HostName`].
+    pub fn new(name: &str) -> Result<Self, FleetError> {
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+        match (1..=MAX_NAME_BYTES).contains(&name.len()) && name.bytes().all(plain) {
+            true => Ok(Self(name.to_owned())),
+            false => Err(FleetError::HostName { name: name.to_owned() }),
+        }
+    }
+
+    /// The name.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The key of one of its own objects, below the fleet's prefix.
+    pub(crate) fn key(&self, object: &str) -> String {
+        format!("hosts/{self}/{object}")
+    }
+}
+
+impl fmt::Display for HostName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// What a host says of itself: `hosts/NAME/self`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Host {
+    /// A random number that its state directory keeps: another one is another host.
+    pub instance: Uuid,
+    /// Where other hosts reach its daemon, HOST:PORT.
+    pub address: String,
+    /// Number of processors.
+    pub cpus: usize,
+    /// Its memory in bytes.
+    pub memory_bytes: u64,
+    /// The operator's labels.
+    #[serde(default)]
+    pub labels: BTreeMap<String, String>,
+    /// Networks that guests are sent over, the preferred one first.
+    #[serde(default)]
+    pub networks: Vec<HostNetwork>,
+    /// Release, kernel and processors.
+    pub facts: HostFacts,
+}
+
+/// A network that a host sends and receives guests over.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct HostNetwork {
+    /// The same on all hosts that it connects.
+    pub name: String,
+    /// Where the host's daemon listens on it, HOST:PORT.
+    pub address: String,
+    /// Bytes per second in each direction; `None` if the operator has not said.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bytes_per_s: Option<u64>,
+}
+
+impl Kind for Host {
+    const NAME: &'static str = "host";
+    const VERSION: u32 = 1;
+}
+
+/// That a host's agent is heard, `hosts/NAME/presence`: it ends with the agent's lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Presence {
+    /// The host's [`Host::instance`].
+    pub instance: Uuid,
+    /// Memory available without swapping, in bytes.
+    pub memory_available_bytes: Option<u64>,
+}
+
+impl Kind for Presence {
+    const NAME: &'static str = "presence";
+    const VERSION: u32 = 1;
+}
+
+/// A host as all members see it.
+#[derive(Debug)]
+pub struct HostView {
+    /// Its name.
+    pub name: HostName,
+    /// What it says of itself; an error if that can't be read.
+    pub host: Result<Host, BadObject>,
+    /// `None` if its agent is not heard. This says nothing of its guests.
+    pub presence: Option<Presence>,
+    /// Its guests, as it has published them; an error for each one that can't be read.
+    pub guests: Vec<Result<Guest, BadObject>>,
+}
+
+impl Fleet {
+    /// All hosts, by their names.
+    ///
+    /// # Errors
+    /// etcd does not answer.
+    pub fn hosts(&self) -> Result<Vec<HostView>, FleetError> {
+        /// The objects of one host.
+        #[derive(Default)]
+        struct Found {
+            host: Option<Vec<u8>>,
+            presence: Option<Vec<u8>>,
+            guests: Vec<(String, Vec<u8>)>,
+        }
+        let mut found: BTreeMap<HostName, Found> = BTreeMap::new();
+        for (rest, bytes) in self.list("hosts/")? {
+            let Some((name, object)) = rest.split_once('/') else { continue };
+            // Keys that somebody else has put there are left alone.
+            let Ok(name) = HostName::new(name) else { continue };
+            let of = found.entry(name).or_default();
+            match object.split_once('/') {
+                None if object == "self" => of.host = Some(bytes),
+                None if object == "presence" => of.presence = Some(bytes),
+                Some(("guests", uuid)) => of.guests.push((uuid.to_owned(), bytes)),
+                _ => {}
+            }
+        }
+        let mut views = Vec::new();
+        for (name, Found { host, presence, guests }) in found {
+            let key = |object: &str| self.prefix().key(&name.key(object));
+            let Some(host) = host else { continue };
+            let host = decode::<Host>(&key("self"), &host);
+            let presence = presence.and_then(|bytes| decode(&key("presence"), &bytes).ok());
+            let guest =
+                |(uuid, bytes): (String, Vec<u8>)| decode(&key(&format!("guests/{uuid}")), &bytes);
+            let guests = guests.into_iter().map(guest).collect();
+            views.push(HostView { name, host, presence, guests });
+        }
+        Ok(views)
+    }
+}
+
+fn decode<T: Kind>(key: &str, bytes: &[u8]) -> Result<T, BadObject> {
+    Ok(Object::decode(key, bytes)?.value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_checked() {
+        for good in ["host-a", "10.0.0.1", "h_1.example"] {
+            assert_eq!(HostName::new(good).unwrap().as_str(), good);
+        }
+        for bad in ["", "a/b", "a b", "\u{e4}", &"a".repeat(65)] {
+            assert!(HostName::new(bad).is_err(), "{bad:?}");
+        }
+    }
+}
