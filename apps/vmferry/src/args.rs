@@ -25,7 +25,7 @@ use vmferry_memory::MemoryKind;
 pub use daemon::{DaemonOptions, HelperOptions, KeeperOptions, ReceiverStarterOptions};
 pub use doctor::DoctorOptions;
 pub use documents::{CompletionsOptions, ManOptions, public_command};
-pub use fleet::{AgentOptions, FleetCommand, FleetOptions};
+pub use fleet::{AgentOptions, FleetCommand, FleetOptions, MoveOptions};
 pub use hook::{HookOptions, HookRunnerOptions};
 pub use inspect::InspectOptions;
 pub use migration::{MigrationOptions, WhenStuck};
@@ -73,7 +73,7 @@ pub enum Command {
     Status(StatusOptions),
     /// Carry the migrations of this host's libvirt to other hosts, and theirs to this one.
     Daemon(DaemonOptions),
-    /// Make the fleet of this host in etcd, and show its hosts and guests.
+    /// Make the fleet of this host in etcd, show its hosts, and move its guests.
     Fleet(FleetOptions),
     /// Change the limits of a running migration.
     Set(SetOptions),

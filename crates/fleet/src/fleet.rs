@@ -96,6 +96,22 @@ pub enum FleetError {
         /// What is known of the other one.
         why: &'static str,
     },
+    /// The fleet has no such host.
+    #[error("the fleet at {prefix} has no host {name}")]
+    UnknownHost {
+        /// The prefix.
+        prefix: String,
+        /// The name.
+        name: HostName,
+    },
+    /// The guest is on its way already.
+    #[error("guest {guest} is being moved to {destination} already: wait, or cancel that")]
+    MigrationUnderWay {
+        /// The guest's name.
+        guest: String,
+        /// Where it goes.
+        destination: HostName,
+    },
     /// An object can't be read.
     #[error(transparent)]
     Object(#[from] BadObject),

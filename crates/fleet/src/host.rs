@@ -15,8 +15,23 @@ use crate::object::{BadObject, Kind, Object};
 pub(crate) const MAX_NAME_BYTES: usize = 64;
 
 /// The name of a host in its fleet.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct HostName(String);
+
+impl TryFrom<String> for HostName {
+    type Error = FleetError;
+
+    fn try_from(name: String) -> Result<Self, FleetError> {
+        Self::new(&name)
+    }
+}
+
+impl From<HostName> for String {
+    fn from(name: HostName) -> Self {
+        name.0
+    }
+}
 
 impl HostName {
     /// Checks a name.
@@ -56,6 +71,9 @@ pub struct Host {
     pub instance: Uuid,
     /// Where other hosts reach its daemon, HOST:PORT.
     pub address: String,
+    /// The first name in its certificate; `None` without TLS.
+    #[serde(default)]
+    pub identity: Option<String>,
     /// Number of processors.
     pub cpus: usize,
     /// Its memory in bytes.
@@ -66,6 +84,9 @@ pub struct Host {
     /// Networks that guests are sent over, the preferred one first.
     #[serde(default)]
     pub networks: Vec<HostNetwork>,
+    /// The names of its templates of receivers.
+    #[serde(default)]
+    pub templates: Vec<String>,
     /// Release, kernel and processors.
     pub facts: HostFacts,
 }
@@ -101,6 +122,19 @@ impl Kind for Presence {
     const VERSION: u32 = 1;
 }
 
+/// What operators have ordered about a host: `orders/NAME`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HostOrders {
+    /// No guest is sent there unless an operator names the host.
+    #[serde(default)]
+    pub cordoned: bool,
+}
+
+impl Kind for HostOrders {
+    const NAME: &'static str = "host's orders";
+    const VERSION: u32 = 1;
+}
+
 /// A host as all members see it.
 #[derive(Debug)]
 pub struct HostView {
@@ -110,6 +144,8 @@ pub struct HostView {
     pub host: Result<Host, BadObject>,
     /// `None` if its agent is not heard. This says nothing of its guests.
     pub presence: Option<Presence>,
+    /// What operators have ordered.
+    pub orders: HostOrders,
     /// Its guests, as it has published them; an error for each one that can't be read.
     pub guests: Vec<Result<Guest, BadObject>>,
 }
@@ -118,7 +154,7 @@ impl Fleet {
     /// All hosts, by their names.
     ///
     /// # Errors
-    /// etcd does not answer.
+    /// etcd does not answer, or an order can't be read.
     pub fn hosts(&self) -> Result<Vec<HostView>, FleetError> {
         /// The objects of one host.
         #[derive(Default)]
@@ -140,6 +176,7 @@ impl Fleet {
                 _ => {}
             }
         }
+        let mut orders: BTreeMap<String, Vec<u8>> = self.list("orders/")?.into_iter().collect();
         let mut views = Vec::new();
         for (name, Found { host, presence, guests }) in found {
             let key = |object: &str| self.prefix().key(&name.key(object));
@@ -149,9 +186,47 @@ impl Fleet {
             let guest =
                 |(uuid, bytes): (String, Vec<u8>)| decode(&key(&format!("guests/{uuid}")), &bytes);
             let guests = guests.into_iter().map(guest).collect();
-            views.push(HostView { name, host, presence, guests });
+            let orders = match orders.remove(name.as_str()) {
+                Some(bytes) => decode(&self.prefix().key(&format!("orders/{name}")), &bytes)?,
+                None => HostOrders::default(),
+            };
+            views.push(HostView { name, host, presence, orders, guests });
         }
         Ok(views)
+    }
+}
+
+impl Fleet {
+    /// What a host says of itself; `None` if there is no such host.
+    ///
+    /// # Errors
+    /// etcd does not answer, or it can't be read.
+    pub fn host(&self, name: &HostName) -> Result<Option<Host>, FleetError> {
+        self.update(&self.prefix().key(&name.key("self")), |_: Option<&Host>| None)
+    }
+
+    /// Changes what is ordered about a host. Returns whether that was a change.
+    ///
+    /// # Errors
+    /// There is no such host, or etcd does not answer.
+    pub fn order(
+        &self,
+        name: &HostName,
+        change: impl Fn(&HostOrders) -> HostOrders,
+    ) -> Result<bool, FleetError> {
+        if self.host(name)?.is_none() {
+            let (prefix, name) = (self.prefix().to_string(), name.clone());
+            return Err(FleetError::UnknownHost { prefix, name });
+        }
+        let changed = std::cell::Cell::new(false);
+        let key = self.prefix().key(&format!("orders/{name}"));
+        self.update(&key, |found: Option<&HostOrders>| {
+            let before = found.cloned().unwrap_or_default();
+            let after = change(&before);
+            changed.set(after != before);
+            (after != before).then_some(after)
+        })?;
+        Ok(changed.get())
     }
 }
 

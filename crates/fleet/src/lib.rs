@@ -11,13 +11,16 @@ mod fleet;
 mod guest;
 mod host;
 mod membership;
+mod migration;
 mod object;
+pub mod placement;
 mod witness;
 
 pub use etcd::{Etcd, EtcdConfig, EtcdError, EtcdTls, OtherData};
 pub use fleet::{Fleet, FleetError, FleetPrefix};
 pub use guest::{Guest, GuestPhase, GuestVmm};
-pub use host::{Host, HostName, HostNetwork, HostView, Presence};
+pub use host::{Host, HostName, HostNetwork, HostOrders, HostView, Presence};
 pub use membership::Membership;
+pub use migration::{Migration, MigrationPhase, MigrationProgress, MigrationView};
 pub use object::BadObject;
 pub use witness::EtcdWitness;

@@ -69,6 +69,18 @@ impl Membership {
         Ok(())
     }
 
+    /// Publishes what the host says of itself, if that has changed.
+    ///
+    /// # Errors
+    /// etcd does not answer, or what is there can't be read.
+    pub fn describe(&mut self, host: Host) -> Result<(), FleetError> {
+        if host != self.host {
+            self.host = host;
+            self.publish_host()?;
+        }
+        Ok(())
+    }
+
     /// Publishes the host's guests, and removes those that it does not have any more. Only changes
     /// are written.
     ///
@@ -119,7 +131,7 @@ impl Membership {
 
     /// A host that has guests is not replaced by another one, also if it is not heard.
     fn check_name(&self) -> Result<(), FleetError> {
-        let found = self.fleet.update(&self.key("self"), |_: Option<&Host>| None)?;
+        let found = self.fleet.host(&self.name)?;
         let is_other = found.is_some_and(|found| found.instance != self.host.instance);
         if is_other && !self.fleet.list(&self.name.key("guests/"))?.is_empty() {
             return Err(self.taken("which has guests"));

@@ -14,12 +14,9 @@ pub(crate) trait Kind: Serialize + DeserializeOwned {
 }
 
 /// An object as etcd has it. Members that this release does not know are kept.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Object<T> {
-    version: u32,
-    #[serde(flatten)]
     pub(crate) value: T,
-    #[serde(flatten)]
     others: Map<String, Value>,
 }
 
@@ -62,7 +59,7 @@ pub enum BadObject {
 impl<T: Kind> Object<T> {
     /// An object that was not there yet.
     pub(crate) fn new(value: T) -> Self {
-        Self { version: T::VERSION, value, others: Map::new() }
+        Self { value, others: Map::new() }
     }
 
     /// The same object with another value.
@@ -75,15 +72,16 @@ impl<T: Kind> Object<T> {
     /// # Panics
     /// Never: every kind has members with strings as names.
     pub(crate) fn encode(&self) -> Vec<u8> {
-        serde_json::to_vec(self).expect("an object has only strings as keys")
+        let mut all = Map::new();
+        all.insert(VERSION.to_owned(), T::VERSION.into());
+        all.extend(members(&self.value));
+        for (name, value) in &self.others {
+            all.entry(name.clone()).or_insert_with(|| value.clone());
+        }
+        serde_json::to_vec(&all).expect("an object has only strings as keys")
     }
 
     pub(crate) fn decode(key: &str, bytes: &[u8]) -> Result<Self, BadObject> {
-        /// What every release can read.
-        #[derive(Deserialize)]
-        struct Any {
-            version: u32,
-        }
         let damaged = |source| BadObject::Damaged {
             key: key.to_owned(),
             kind: T::NAME,
@@ -94,12 +92,33 @@ impl<T: Kind> Object<T> {
                 .collect(),
             source,
         };
+        /// What every release can read.
+        #[derive(Deserialize)]
+        struct Any {
+            version: u32,
+        }
         let Any { version } = serde_json::from_slice(bytes).map_err(damaged)?;
         if version > T::VERSION {
             let (key, kind, newest) = (key.to_owned(), T::NAME, T::VERSION);
             return Err(BadObject::Newer { key, kind, version, newest });
         }
-        serde_json::from_slice(bytes).map_err(damaged)
+        let value: T = serde_json::from_slice(bytes).map_err(damaged)?;
+        let mut others: Map<String, Value> = serde_json::from_slice(bytes).map_err(damaged)?;
+        let known = members(&value);
+        others.retain(|name, _| name != VERSION && !known.contains_key(name));
+        Ok(Self { value, others })
+    }
+}
+
+/// The member with the version.
+const VERSION: &str = "version";
+
+/// The members that a value has.
+fn members<T: Kind>(value: &T) -> Map<String, Value> {
+    match serde_json::to_value(value) {
+        Ok(Value::Object(members)) => members,
+        // No kind is written like this.
+        _ => Map::new(),
     }
 }
 

@@ -55,10 +55,12 @@ fn host(instance: u8) -> Host {
     Host {
         instance: Uuid::from_bytes([instance; 16]),
         address: "host-a.example:7002".to_owned(),
+        identity: None,
         cpus: 2,
         memory_bytes: 1 << 30,
         labels: BTreeMap::from([("rack".to_owned(), "r1".to_owned())]),
         networks: Vec::new(),
+        templates: Vec::new(),
         facts: HostFacts::of_this_host(),
     }
 }

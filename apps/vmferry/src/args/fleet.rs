@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
+use super::parse_rate;
+
 /// `vmferry fleet`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
@@ -48,6 +50,61 @@ pub enum FleetCommand {
     Hosts,
     /// Show the guests of all hosts.
     Guests,
+    /// Move a guest to another host, and show the progress.
+    Move(MoveOptions),
+    /// Cancel the migration of a guest; the guest stays on its host.
+    Cancel {
+        /// Name or UUID of the guest.
+        guest: String,
+    },
+    /// Move no guest to a host any more, unless --to names the host.
+    Cordon {
+        /// The host.
+        host: String,
+    },
+    /// Undo `cordon`.
+    Uncordon {
+        /// The host.
+        host: String,
+    },
+}
+
+/// `vmferry fleet move`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Without --to, the fleet chooses: of the hosts that are heard, are not cordoned, and have the labels,
+the template, all features of the source's processors and enough memory, the one with the largest
+part of its memory available afterwards.
+
+Examples:
+  vmferry fleet move web
+  vmferry fleet move web --to host-b
+  vmferry fleet move web --label rack=r2 --json")]
+pub struct MoveOptions {
+    /// Name or UUID of the guest.
+    pub guest: String,
+    /// The host that it moves to.
+    #[arg(long, value_name = "HOST")]
+    pub to: Option<String>,
+    /// A label that the host must have; may be given several times.
+    #[arg(long = "label", value_name = "KEY=VALUE", value_parser = parse_label)]
+    pub labels: Vec<(String, String)>,
+    /// The `[[receive]]` template of the destination's daemon that receives it.
+    #[arg(long, value_name = "NAME", default_value = "default")]
+    pub template: String,
+    /// Bandwidth cap in bytes per second, such as 100M or 350MiB/s, or in bits, such as 1Gbit/s.
+    #[arg(long, value_parser = parse_rate, value_name = "RATE")]
+    pub max_bandwidth: Option<u64>,
+    /// Order it, and don't wait for its end.
+    #[arg(long)]
+    pub no_wait: bool,
+}
+
+fn parse_label(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((key, value)) => Ok((key.to_owned(), value.to_owned())),
+        None => Err("use KEY=VALUE".to_owned()),
+    }
 }
 
 /// `vmferry join-fleet`.

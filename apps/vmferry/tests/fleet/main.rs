@@ -2,6 +2,7 @@
 
 mod commands;
 mod members;
+mod moves;
 mod place;
 mod qemu;
 #[allow(dead_code, reason = "this program uses a part of it")]

@@ -114,6 +114,8 @@ fn guest_on_two_hosts_is_a_problem() {
     let status = place.shows("status", |_| true);
     let problem = status["problems"][0].as_str().unwrap();
     assert!(problem.contains("is on a and on b"), "{status}");
+    let order = ["fleet", "move", "web", "--config", text(&place.table)];
+    place.world.host("operator").run(&order).failed(9, "web is more than one guest");
 }
 
 #[test]

@@ -178,9 +178,18 @@ pub fn table(etcd: &EtcdCluster, prefix: &str) -> String {
     format!("[fleet]\netcd = {:?}\ntls = {client:?}\nprefix = {prefix:?}\n", etcd.endpoints())
 }
 
+/// The same with the host's address and further lines.
+pub fn host_table_at(
+    etcd: &EtcdCluster,
+    prefix: &str,
+    host: &str,
+    address: &str,
+    more: &str,
+) -> String {
+    format!("{}host = {host:?}\naddress = {address:?}\n{more}", table(etcd, prefix))
+}
+
 /// The same, with what it says of a host.
 pub fn host_table(etcd: &EtcdCluster, prefix: &str, host: &str) -> String {
-    let table = table(etcd, prefix);
-    let address = "127.0.0.1:7002";
-    format!("{table}host = {host:?}\naddress = {address:?}\n[fleet.labels]\nrack = \"r1\"\n")
+    host_table_at(etcd, prefix, host, "127.0.0.1:7002", "[fleet.labels]\nrack = \"r1\"\n")
 }

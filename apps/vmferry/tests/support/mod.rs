@@ -82,11 +82,16 @@ impl World {
 
     /// A certificate for 127.0.0.1; returns its directory.
     pub fn certificate(&self, authority: &str, name: &str) -> PathBuf {
+        self.certificate_of("test-host", authority, name)
+    }
+
+    /// The same for a host with this name.
+    pub fn certificate_of(&self, host: &str, authority: &str, name: &str) -> PathBuf {
         let (from, out) = (self.path(authority), self.path(name));
         let arguments = [
             "pki",
             "issue",
-            "test-host",
+            host,
             "--dir",
             text(&from),
             "--out",

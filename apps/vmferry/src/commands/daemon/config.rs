@@ -19,6 +19,7 @@ use vmferry_proxy::{
 use vmferry_transport::Address;
 
 use self::admission::{AnyHost, NoPolicy};
+use super::agent::mover::{Admitted, FleetAdmission};
 use super::receivers::template::TemplateTable;
 use crate::args::{parse_duration, parse_rate};
 use crate::commands::fleet::config::{FleetTable, HostTable};
@@ -126,6 +127,11 @@ impl Configuration {
         self.forwards.len()
     }
 
+    /// The names of the templates.
+    pub fn template_names(&self) -> Vec<String> {
+        self.templates.iter().map(|template| template.name.clone()).collect()
+    }
+
     /// The template of this name.
     pub fn template(&self, name: &str) -> Option<&TemplateTable> {
         self.templates.iter().find(|template| template.name == name)
@@ -136,14 +142,24 @@ impl Configuration {
         self.max_receivers.unwrap_or(DEFAULT_MAX_RECEIVERS).into()
     }
 
-    /// The options of a receiver's certificates and policy.
-    pub fn receiver_options(&self) -> Result<Vec<OsString>, Failure> {
+    /// The options of a sender's or receiver's certificates.
+    pub fn link_options(&self) -> Result<Vec<OsString>, Failure> {
         let mut options = Vec::new();
         match &self.tls {
             Some(directory) => {
                 options.extend(["--tls".into(), std::path::absolute(directory)?.into()])
             }
             None => options.push("--plain".into()),
+        }
+        Ok(options)
+    }
+
+    /// The options of a receiver's certificates and policy. In a fleet, the daemon admits guests:
+    /// receivers expect one guest of one source.
+    pub fn receiver_options(&self) -> Result<Vec<OsString>, Failure> {
+        let mut options = self.link_options()?;
+        if self.has_fleet() {
+            return Ok(options);
         }
         if let Some(policy) = &self.policy {
             options.extend(["--policy".into(), std::path::absolute(policy)?.into()]);
@@ -240,7 +256,12 @@ impl Configuration {
 
     /// The proxy's configuration, without what the processes beside the daemon do. Reads
     /// certificates and policy.
-    pub fn proxy(&self, output: &Output, qemu: Owner) -> Result<ProxyConfig, Failure> {
+    pub fn proxy(
+        &self,
+        output: &Output,
+        qemu: Owner,
+        admitted: &Arc<Admitted>,
+    ) -> Result<ProxyConfig, Failure> {
         let tls = match &self.tls {
             Some(directory) => {
                 let identity = TlsFiles::in_directory(directory).identity()?;
@@ -278,7 +299,7 @@ impl Configuration {
         Ok(ProxyConfig {
             listen: self.address(&self.listen)?,
             tls,
-            policy: Some(self.admission(output)?),
+            policy: Some(self.admission(output, admitted)?),
             peers: self.peers.iter().map(|peer| self.peer(peer)).collect::<Result<_, _>>()?,
             forwards: self.forwards.iter().map(|rule| self.rule(rule)).collect::<Result<_, _>>()?,
             directory: self.directory.clone(),
@@ -378,7 +399,19 @@ impl Configuration {
         Ok(ForwardSource::Named(name))
     }
 
-    fn admission(&self, output: &Output) -> Result<Arc<dyn Admission>, Failure> {
+    fn admission(
+        &self,
+        output: &Output,
+        admitted: &Arc<Admitted>,
+    ) -> Result<Arc<dyn Admission>, Failure> {
+        let policy = self.own_admission(output)?;
+        if !self.has_fleet() {
+            return Ok(policy);
+        }
+        Ok(Arc::new(FleetAdmission { admitted: Arc::clone(admitted), policy }))
+    }
+
+    fn own_admission(&self, output: &Output) -> Result<Arc<dyn Admission>, Failure> {
         let path = match &self.policy {
             Some(path) => path,
             // Hosts have no names there that a policy could tell apart.

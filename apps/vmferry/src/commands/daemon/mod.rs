@@ -34,6 +34,7 @@ use crate::exit::{Code, Failure};
 use crate::output::Output;
 use crate::restrict::restrict_daemon;
 use agent::Agent;
+use agent::mover::Admitted;
 use config::Configuration;
 use helper::{Helper, HelperError};
 use receivers::ReceiverStarter;
@@ -51,7 +52,8 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
     // Taken before the file is read, so that a change in between is noticed.
     let seen = FileVersion::of(&options.config);
     let current = Configuration::read(&options.config)?;
-    let mut config = current.proxy(output, current.qemu_owner()?)?;
+    let admitted = Arc::new(Admitted::default());
+    let mut config = current.proxy(output, current.qemu_owner()?, &admitted)?;
     if options.check {
         let (peers, forwards) = (current.peers(), current.forwards());
         output.result(&json!({ "ok": true, "peers": peers, "forwards": forwards }), || {
@@ -74,7 +76,7 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
     })?;
     if let Some(agent) = &beside.agent {
         let of_agent = end.clone();
-        agent.listen(output, move |status| {
+        agent.listen(output, Arc::clone(&admitted), move |status| {
             let _ = of_agent.send(End::Beside(AGENT, status));
         })?;
     }
@@ -109,7 +111,8 @@ pub fn run(options: &DaemonOptions, output: &Output) -> Result<(), Failure> {
             "listening on {address}; sockets of {peers} peers are in {directory} ({restricted})"
         )
     });
-    let mut following = Following { options, current, seen, proxy: &proxy, beside: &beside };
+    let (proxy, beside) = (&proxy, &beside);
+    let mut following = Following { options, current, seen, proxy, beside, admitted };
     following.until(&ended, output)
 }
 
@@ -171,6 +174,7 @@ struct Following<'a> {
     seen: Option<FileVersion>,
     proxy: &'a Proxy,
     beside: &'a Beside,
+    admitted: Arc<Admitted>,
 }
 
 impl Following<'_> {
@@ -201,7 +205,7 @@ impl Following<'_> {
         self.current.check_change(&fresh)?;
         let helper = &self.beside.helper;
         let qemu = helper.attempt().map_err(failed)?;
-        let configured = fresh.proxy(output, qemu).and_then(|mut config| {
+        let configured = fresh.proxy(output, qemu, &self.admitted).and_then(|mut config| {
             self.beside.equip(&mut config);
             let configured = self.proxy.reconfigure(config);
             configured.map_err(|error| Failure::of(Code::Usage, error))

@@ -174,7 +174,8 @@ impl From<FleetError> for Failure {
     fn from(error: FleetError) -> Self {
         let code = match &error {
             FleetError::Prefix { .. } | FleetError::HostName { .. } => Code::Usage,
-            FleetError::NameTaken { .. } => Code::Busy,
+            FleetError::NameTaken { .. } | FleetError::MigrationUnderWay { .. } => Code::Busy,
+            FleetError::UnknownHost { .. } => Code::Usage,
             FleetError::Missing { .. }
             | FleetError::OtherIncarnation { .. }
             | FleetError::Object(_)

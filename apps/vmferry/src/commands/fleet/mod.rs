@@ -2,6 +2,7 @@
 
 pub mod config;
 mod init;
+mod moving;
 mod show;
 pub mod witness;
 
@@ -14,6 +15,10 @@ use config::FleetTable;
 pub fn run(options: &FleetOptions, output: &Output) -> Result<(), Failure> {
     let table = FleetTable::read(&options.config)?;
     match options.command {
+        FleetCommand::Move(ref options) => moving::order(&table.join()?, options, output),
+        FleetCommand::Cancel { ref guest } => moving::cancel(&table.join()?, guest, output),
+        FleetCommand::Cordon { ref host } => moving::cordon(&table.join()?, host, true, output),
+        FleetCommand::Uncordon { ref host } => moving::cordon(&table.join()?, host, false, output),
         FleetCommand::Init { restored } => init::run(&table, restored, output),
         FleetCommand::Status => show::status(&table.join()?, output),
         FleetCommand::Hosts => show::hosts(&table.join()?, output),

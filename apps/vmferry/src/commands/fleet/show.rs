@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 use vmferry_fleet::{Fleet, Guest, HostView};
 
+use super::moving::in_words;
 use crate::exit::Failure;
 use crate::output::Output;
 
@@ -26,7 +27,7 @@ pub fn hosts(fleet: &Fleet, output: &Output) -> Result<(), Failure> {
                 host.map(|host| host.labels.iter().map(|(key, value)| format!("{key}={value}")));
             table.add_row([
                 view.name.to_string(),
-                if view.presence.is_some() { "present" } else { "not heard" }.to_owned(),
+                state(view),
                 host.map_or_else(String::new, |host| host.cpus.to_string()),
                 size(host.map(|host| host.memory_bytes)),
                 size(available),
@@ -91,11 +92,19 @@ pub fn status(fleet: &Fleet, output: &Output) -> Result<(), Failure> {
     let of_guests = hosts.iter().flat_map(|view| &view.guests).filter_map(|it| it.as_ref().err());
     let mut problems: Vec<String> = unreadable.chain(of_guests).map(ToString::to_string).collect();
     problems.extend(on_two_hosts(&hosts).into_values());
+    let mut moves = Vec::new();
+    for view in fleet.migrations()? {
+        match view.migration {
+            Ok(migration) if !migration.phase.is_over() => moves.push(migration),
+            Ok(_) => {}
+            Err(error) => problems.push(error.to_string()),
+        }
+    }
     let cluster = format!("{:016x}", fleet.cluster());
     let shown = json!({
         "prefix": fleet.prefix().to_string(), "cluster": cluster,
         "incarnation": fleet.incarnation(), "hosts": hosts.len(), "hosts_present": present,
-        "silent": silent, "guests": guests, "problems": problems,
+        "silent": silent, "guests": guests, "moves": moves, "problems": problems,
     });
     output.result(&shown, || {
         let mut lines = vec![
@@ -105,6 +114,10 @@ pub fn status(fleet: &Fleet, output: &Output) -> Result<(), Failure> {
         if !silent.is_empty() {
             lines.push(format!("  not heard: {}; their guests may run", silent.join(", ")));
         }
+        lines.extend(moves.iter().map(|one| {
+            let (guest, from, to) = (&one.guest.name, &one.source, &one.destination);
+            format!("  {guest} moves from {from} to {to}: {}", in_words(&one.phase))
+        }));
         lines.extend(problems.iter().map(|problem| format!("  {problem}")));
         lines.join("\n")
     });
@@ -120,8 +133,15 @@ fn host(view: &HostView) -> Value {
     shown["present"] = view.presence.is_some().into();
     let available = view.presence.as_ref().and_then(|presence| presence.memory_available_bytes);
     shown["memory_available_bytes"] = json!(available);
+    shown["cordoned"] = view.orders.cordoned.into();
     shown["guests"] = view.guests.len().into();
     shown
+}
+
+fn state(view: &HostView) -> String {
+    let heard = if view.presence.is_some() { "present" } else { "not heard" };
+    let cordoned = if view.orders.cordoned { ", cordoned" } else { "" };
+    format!("{heard}{cordoned}")
 }
 
 /// Guests that two hosts say they have, with a sentence about each.

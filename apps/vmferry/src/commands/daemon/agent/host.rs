@@ -8,14 +8,18 @@ use std::path::Path;
 use uuid::Uuid;
 use vmferry::probe::HostFacts;
 use vmferry_fleet::Host;
+use vmferry_transport::{certificates_of, names_of};
 
+use crate::commands::daemon::config::Configuration;
 use crate::commands::doctor::this_host;
 use crate::commands::fleet::config::HostTable;
 use crate::exit::{Code, Failure};
 
 /// This host, with the parts of it that its operator has configured.
-pub fn describe(table: &HostTable, state: &Path) -> Result<Host, Failure> {
+pub fn describe(config: &Configuration, table: &HostTable, state: &Path) -> Result<Host, Failure> {
     Ok(Host {
+        identity: identity(config)?,
+        templates: config.template_names(),
         instance: instance(state)?,
         address: table.address.clone(),
         cpus: std::thread::available_parallelism()?.get(),
@@ -25,6 +29,19 @@ pub fn describe(table: &HostTable, state: &Path) -> Result<Host, Failure> {
         // Amounts that change all the time are a part of its presence.
         facts: HostFacts { memory_available: None, huge_pages: Vec::new(), ..this_host() },
     })
+}
+
+/// The first name in this host's certificate.
+fn identity(config: &Configuration) -> Result<Option<String>, Failure> {
+    let Some(files) = config.tls() else { return Ok(None) };
+    let path = files.certificate;
+    let wrong = |error: String| {
+        Failure::new(Code::Authentication, format!("{} can't be used: {error}", path.display()))
+    };
+    let pem = std::fs::read(&path).map_err(|error| wrong(error.to_string()))?;
+    let certificates = certificates_of(&pem).map_err(wrong)?;
+    let own = certificates.first().ok_or_else(|| wrong("it has no certificate".into()))?;
+    Ok(names_of(own).into_iter().next())
 }
 
 /// The number of this host, which its state directory keeps: journals in another directory are

@@ -1,8 +1,8 @@
 //! The agent's process, `vmferry join-fleet`.
 
-use std::io::Read;
+use std::path::Path;
+use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -13,6 +13,8 @@ use vmferry_fleet::{EtcdWitness, FleetError, Host, HostName, Membership};
 
 use super::guests::{self, Found};
 use super::host;
+use super::mover::Mover;
+use super::parent::Parent;
 use super::qemus::Qemus;
 use super::reports::Reports;
 use crate::args::AgentOptions;
@@ -39,22 +41,20 @@ const RETRY_PERIOD: Duration = Duration::from_secs(1);
 pub fn serve(options: &AgentOptions, output: &Output) -> Result<(), Failure> {
     // It ends when the daemon does.
     crate::signals::ignore()?;
-    let (lives, daemon) = channel::<()>();
-    std::thread::Builder::new().name("daemon-end".into()).spawn(move || {
-        let _ = std::io::stdin().read_to_end(&mut Vec::new());
-        drop(lives);
-    })?;
+    let daemon = Rc::new(Parent::listen()?);
     let directories = prepared_directories()?;
     let config = Configuration::read(&options.config)?;
     let (table, host) = config.fleet()?;
     // Guests that were received by templates have their sockets in the runtime directory.
     let mut sockets = host.qemu.clone();
     sockets.push(directories.runtime().to_owned());
+    let guests = guests::watch(directories.clone(), Qemus::new(sockets, directories.journals()))?;
     let agent = Agent {
+        config: &options.config,
         table,
-        about: host::describe(&host, directories.state())?,
+        about: host::describe(&config, &host, directories.state())?,
         name: host.name,
-        guests: guests::watch(directories.clone(), Qemus::new(sockets, directories.journals()))?,
+        guests,
         directories,
         daemon,
         output,
@@ -64,13 +64,13 @@ pub fn serve(options: &AgentOptions, output: &Output) -> Result<(), Failure> {
 
 /// What the agent works with.
 struct Agent<'a> {
+    config: &'a Path,
     table: &'a FleetTable,
     name: HostName,
     about: Host,
     directories: Directories,
     guests: Found,
-    /// Is disconnected when the daemon has ended.
-    daemon: Receiver<()>,
+    daemon: Rc<Parent>,
     output: &'a Output,
 }
 
@@ -98,7 +98,7 @@ impl Agent<'_> {
                 }
             }
             // etcd tells nobody when it serves.
-            if self.daemon_ends_within(RETRY_PERIOD) {
+            if self.daemon.ends_within(RETRY_PERIOD) {
                 return Ok(());
             }
         }
@@ -123,15 +123,25 @@ impl Agent<'_> {
         });
         self.tell(joined, &message);
         let reports = Reports::new(self.directories.journals(), witness);
-        Ok(self.follow(member, reports))
+        let mover = Mover::new(
+            self.config.to_owned(),
+            self.name.clone(),
+            self.about.clone(),
+            self.directories.clone(),
+            Arc::clone(&self.guests),
+            Rc::clone(&self.daemon),
+        );
+        Ok(self.follow(member, reports, mover))
     }
 
     /// Publishes what this host is and has, and reports what its journals say.
-    fn follow(&self, mut member: Membership, mut reports: Reports) -> Left {
+    fn follow(&self, mut member: Membership, mut reports: Reports, mut mover: Mover) -> Left {
         let mut problem = String::new();
         for turn in 1_u32.. {
             let reported = reports.turn(&mut |event, message| self.tell(event, message));
-            let published = self.publish(&mut member, turn);
+            let published = self.publish(&mut member, turn).and_then(|()| {
+                mover.turn(member.fleet(), &mut |event, message| self.tell(event, message))
+            });
             match published {
                 Err(error) if error.is_lasting() => return Left::Failed(error.into()),
                 published => {
@@ -143,7 +153,7 @@ impl Agent<'_> {
                     problem = now;
                 }
             }
-            if self.daemon_ends_within(PERIOD) {
+            if self.daemon.ends_within(PERIOD) {
                 // Otherwise the host counts as present until its lease ends.
                 let _ = member.end();
                 return Left::DaemonEnded;
@@ -158,15 +168,16 @@ impl Agent<'_> {
         }
         if turn.is_multiple_of(CHECK_EVERY) {
             member.fleet().check_incarnation()?;
+            // While the file is wrong, the host says what it said before.
+            if let Ok(config) = Configuration::read(self.config) {
+                let templates = config.template_names();
+                member.describe(Host { templates, ..self.about.clone() })?;
+            }
         }
         match self.guests.lock().clone() {
             Some(guests) => member.publish(guests),
             None => Ok(()),
         }
-    }
-
-    fn daemon_ends_within(&self, time: Duration) -> bool {
-        self.daemon.recv_timeout(time) == Err(RecvTimeoutError::Disconnected)
     }
 
     fn tell(&self, mut event: Value, message: &str) {

@@ -1,6 +1,7 @@
 //! Checks of this host's `vmferry daemon`.
 
 use std::path::Path;
+use std::sync::Arc;
 
 use vmferry_proxy::{LIBVIRT_SOCKET, Peer, ProxyConfig};
 
@@ -21,7 +22,10 @@ pub struct Daemon {
 /// Checks the configuration, and whether a daemon uses it. `None` if it is wrong.
 pub fn look(path: &Path, output: &Output, findings: &mut Findings) -> Option<Daemon> {
     let read = Configuration::read(path).and_then(|configuration| {
-        Ok((configuration.proxy(output, configuration.qemu_owner()?)?, configuration))
+        Ok((
+            configuration.proxy(output, configuration.qemu_owner()?, &Arc::default())?,
+            configuration,
+        ))
     });
     let (proxy, configuration) = match read {
         Ok(read) => read,

@@ -160,7 +160,9 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), "listen = \"127.0.0.1:0\"\nplain = true").unwrap();
         let configuration = Configuration::read(file.path()).unwrap();
-        let proxy = configuration.proxy(&Output::new(false, true), Owner::default()).unwrap();
+        let admitted = std::sync::Arc::default();
+        let proxy = configuration.proxy(&Output::new(false, true), Owner::default(), &admitted);
+        let proxy = proxy.unwrap();
         let daemon = Daemon { configuration, proxy };
         let releases = Releases { libvirt: Some("11.3.0".into()), qemu: Some("10.0.2".into()) };
         let libvirt = Libvirt { releases, qemu_user: None, guest: None, definition: None };
