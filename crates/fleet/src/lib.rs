@@ -1,8 +1,9 @@
 //! Fleets: what several hosts agree on in etcd.
 //!
-//! Each host's agent [publishes](Membership) the host and its guests, and the [witness](EtcdWitness)
-//! decides handovers in doubt. etcd does what needs agreement: it orders changes, and each change is
-//! one transaction that compares what it found.
+//! Each host's agent [publishes](Membership) the host and its guests, a [`Migration`] says how far
+//! a move by order has come, and the [witness](EtcdWitness) decides handovers in doubt. etcd does
+//! what needs agreement: it orders changes, and each change is one transaction that compares what
+//! it found.
 
 #![forbid(unsafe_code)]
 

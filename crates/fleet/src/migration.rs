@@ -1,12 +1,12 @@
-//! Migrations: what was ordered, and how far it has come. Each step is one transaction, by the agent
-//! that the table names; if that agent is killed, the next one of its host goes on.
+//! Migrations: what was ordered, and how far it has come. Each step is one transaction, by the
+//! agent that the table names; if that agent is killed, the next one of its host goes on.
 //!
 //! | phase | written by | what comes next |
 //! | --- | --- | --- |
 //! | ordered | an operator | the destination's agent admits the guest, or refuses |
 //! | admitted | the destination | the source's agent sends the guest |
 //! | sending | the source | the source's agent follows the process that sends it |
-//! | done, failed, cancelled | the source or the destination | nothing: the next order replaces it |
+//! | done, failed, cancelled | either agent | nothing: the next order replaces it |
 
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
@@ -16,7 +16,8 @@ use crate::fleet::{Fleet, FleetError};
 use crate::host::HostName;
 use crate::object::{BadObject, Kind, Object};
 
-/// The migration of a guest: `migrations/UUID`, with the guest's UUID. So a guest has one at a time.
+/// The migration of a guest: `migrations/UUID`, with the guest's UUID, so that there is one at a
+/// time.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Migration {
     /// Another number for each order.

@@ -61,7 +61,7 @@ fn host(instance: u8) -> Host {
         labels: BTreeMap::from([("rack".to_owned(), "r1".to_owned())]),
         networks: Vec::new(),
         templates: Vec::new(),
-        facts: HostFacts::of_this_host(),
+        facts: HostFacts { cpu_flags: vec!["avx2".to_owned()], ..HostFacts::default() },
     }
 }
 

@@ -73,6 +73,8 @@ fn host_that_is_not_heard_keeps_its_guests() {
     let mut place = Place::new();
     let _guest = place.b.host.guest("web", &GUEST);
     place.guest_is_on("b");
+    let order = ["fleet", "move", "web", "--config", text(&place.table)];
+    place.world.host("operator").run(&order).failed(9, "web is not one of QEMU");
     place.b.daemon.kill();
     let status = place.shows("status", |status| status["silent"][0] == "b");
     assert_eq!((&status["hosts_present"], &status["guests"]), (&1.into(), &1.into()), "{status}");
@@ -105,7 +107,7 @@ fn guest_on_two_hosts_is_a_problem() {
     let place = Place::new();
     let uuid = ["--uuid", "6b1f7a4c-0000-4000-8000-000000000009"];
     let flags = [&GUEST[..], &uuid].concat();
-    let _guests = [&place.a, &place.b].map(|member| member.host.guest("web", &flags));
+    let guests = [&place.a, &place.b].map(|member| member.host.guest("web", &flags));
     let twice = |shown: &Value| {
         let guests = shown["guests"].as_array().unwrap();
         guests.len() == 2 && guests.iter().all(|guest| guest["on_two_hosts"] == true)
@@ -116,6 +118,7 @@ fn guest_on_two_hosts_is_a_problem() {
     assert!(problem.contains("is on a and on b"), "{status}");
     let order = ["fleet", "move", "web", "--config", text(&place.table)];
     place.world.host("operator").run(&order).failed(9, "web is more than one guest");
+    drop(guests);
 }
 
 #[test]

@@ -189,6 +189,10 @@ impl From<FleetError> for Failure {
                 EtcdError::Local(_) | EtcdError::OtherData(_) => Code::Internal,
             },
         };
+        if let FleetError::Missing { .. } = error {
+            let text = "there is no fleet yet: run `vmferry fleet init` once";
+            return Self::of(code, anyhow::Error::new(error).context(text));
+        }
         Self::of(code, error)
     }
 }

@@ -27,12 +27,12 @@ pub fn run(table: &FleetTable, restored: bool, output: &Output) -> Result<(), Fa
         "renewed": restored,
     });
     output.result(&done, || {
-        let what = match (made, restored) {
-            (true, _) => "made",
-            (false, true) => "gave a new incarnation to",
-            (false, false) => "found, and changed nothing of,",
-        };
-        format!("{what} the fleet {prefix} in etcd cluster {cluster} (incarnation {incarnation})")
+        let fleet = format!("the fleet {prefix} in etcd cluster {cluster}");
+        match (made, restored) {
+            (true, _) => format!("made {fleet}, incarnation {incarnation}"),
+            (false, true) => format!("gave {fleet} a new incarnation, {incarnation}"),
+            (false, false) => format!("{fleet} is there already, incarnation {incarnation}"),
+        }
     });
     Ok(())
 }

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 use vmferry_fleet::placement::{Needs, NoPlace, choose};
 use vmferry_fleet::{
-    Fleet, Guest, GuestPhase, HostName, HostOrders, HostView, Migration, MigrationPhase,
+    Fleet, Guest, GuestPhase, GuestVmm, HostName, HostOrders, HostView, Migration, MigrationPhase,
 };
 use vmferry_wire::GuestIdentity;
 
@@ -40,6 +40,13 @@ pub fn order(fleet: &Fleet, options: &MoveOptions, output: &Output) -> Result<()
             guest.name,
             source.name,
             phase.as_str().unwrap_or_default()
+        );
+        return Err(Failure::new(Code::WrongState, text));
+    }
+    if guest.vmm != GuestVmm::Qemu {
+        let text = format!(
+            "guest {} is not one of QEMU, so the fleet can't move it: use `vmferry send` on {}",
+            guest.name, source.name
         );
         return Err(Failure::new(Code::WrongState, text));
     }
@@ -141,7 +148,7 @@ fn follow(fleet: &Fleet, mut last: Migration, output: &Output) -> Result<(), Fai
             }
             _ => {}
         }
-        // Agents notify nobody of their steps.
+        // A step of an agent causes no wake-up here.
         std::thread::sleep(PERIOD);
     }
 }

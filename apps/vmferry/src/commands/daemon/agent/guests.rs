@@ -32,7 +32,7 @@ pub fn watch(directories: Directories, mut qemus: Qemus) -> Result<Found, Failur
                 known = guests(&directories, &statuses, &known);
                 *shared.lock() = Some(merged(known.values().cloned(), qemus.guests()));
             }
-            // Guests tell nobody when they start and end.
+            // Guests that start and end cause no wake-up.
             std::thread::sleep(PERIOD);
         }
     };

@@ -12,6 +12,8 @@ pub struct Parent {
     heard: Receiver<u64>,
     /// The last number that it wrote.
     number: Cell<u64>,
+    /// The number of the last list that it was sent.
+    sent: Cell<u64>,
 }
 
 impl Parent {
@@ -28,12 +30,18 @@ impl Parent {
                 }
             }
         })?;
-        Ok(Self { heard, number: Cell::new(0) })
+        Ok(Self { heard, number: Cell::new(0), sent: Cell::new(0) })
     }
 
     /// Waits for this time. Returns whether the daemon has ended.
     pub fn ends_within(&self, time: Duration) -> bool {
         self.wait(time, |_| false)
+    }
+
+    /// The number of the next list of admitted guests.
+    pub fn next_number(&self) -> u64 {
+        self.sent.set(self.sent.get() + 1);
+        self.sent.get()
     }
 
     /// Waits until the daemon uses a list, for this time at most.

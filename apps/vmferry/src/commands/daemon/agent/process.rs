@@ -97,7 +97,7 @@ impl Agent<'_> {
                     told.clear();
                 }
             }
-            // etcd tells nobody when it serves.
+            // When etcd serves again causes no wake-up.
             if self.daemon.ends_within(RETRY_PERIOD) {
                 return Ok(());
             }

@@ -8,7 +8,7 @@ use serde_json::json;
 use vmferry::config::policy::Admission;
 use vmferry::probe::HostFacts;
 use vmferry_fleet::placement::HEADROOM_BYTES;
-use vmferry_fleet::{Fleet, FleetError, Host, Migration, MigrationPhase};
+use vmferry_fleet::{Fleet, FleetError, Host, HostName, Migration, MigrationPhase};
 use vmferry_transport::PeerIdentity;
 use vmferry_wire::GuestIdentity;
 
@@ -22,6 +22,19 @@ pub struct AdmittedGuest {
     pub source: Option<String>,
     /// The guest.
     pub guest: GuestIdentity,
+}
+
+/// A guest that may come, and the host that has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Coming {
+    source: HostName,
+    guest: GuestIdentity,
+}
+
+impl Coming {
+    fn of(migration: &Migration) -> Self {
+        Self { source: migration.source.clone(), guest: migration.guest.clone() }
+    }
 }
 
 /// The guests that the fleet admits to this host, as the daemon knows them.
@@ -148,8 +161,8 @@ impl Mover {
         shared.map_or(&self.about.address, |network| &network.address).clone()
     }
 
-    /// Tells the daemon which guests it admits, `one_more` too, if that has changed. Returns whether
-    /// it uses that.
+    /// Tells the daemon which guests it admits, with `one_more`, if that has changed. Returns
+    /// whether it uses that.
     pub(super) fn tell_admitted(
         &mut self,
         fleet: &Fleet,
@@ -158,16 +171,16 @@ impl Mover {
         tell: Tell<'_>,
     ) -> Result<bool, FleetError> {
         let coming = all.iter().filter(|one| one.destination == self.name && is_arriving(one));
-        let coming = coming.chain(one_more);
-        let mut guests = Vec::new();
-        for migration in coming {
-            let source = fleet.host(&migration.source)?.and_then(|host| host.identity);
-            guests.push(AdmittedGuest { source, guest: migration.guest.clone() });
-        }
-        if self.admitted.as_ref() != Some(&guests) {
-            self.number += 1;
+        let coming: Vec<Coming> = coming.chain(one_more).map(Coming::of).collect();
+        if self.admitted.as_ref() != Some(&coming) {
+            let mut guests = Vec::new();
+            for Coming { source, guest } in coming.clone() {
+                let source = fleet.host(&source)?.and_then(|host| host.identity);
+                guests.push(AdmittedGuest { source, guest });
+            }
+            self.number = self.daemon.next_number();
             tell(json!({ "event": ADMITS, "guests": guests, "number": self.number }), "");
-            self.admitted = Some(guests);
+            self.admitted = Some(coming);
         }
         Ok(self.daemon.uses(self.number, DAEMON_TIMEOUT))
     }

@@ -15,7 +15,8 @@ use uuid::Uuid;
 use vmferry_control::Directories;
 use vmferry_fleet::{Fleet, FleetError, Host, HostName, Migration, MigrationPhase};
 
-pub use self::admission::{ADMITS, Admitted, AdmittedGuest, FleetAdmission};
+use self::admission::Coming;
+pub use self::admission::{ADMITS, Admitted, FleetAdmission};
 use self::sender::Sender;
 use super::guests::Found;
 use super::parent::Parent;
@@ -31,7 +32,7 @@ pub struct Mover {
     senders: HashMap<Uuid, Sender>,
     daemon: Rc<Parent>,
     /// What the daemon was told last to admit, and the number of that list.
-    admitted: Option<Vec<AdmittedGuest>>,
+    admitted: Option<Vec<Coming>>,
     number: u64,
 }
 
@@ -86,7 +87,13 @@ impl Mover {
         }
         // Their orders are over, or were replaced.
         let live = |id: &Uuid| ours.iter().any(|one| one.id == *id && !one.phase.is_over());
-        self.senders.retain(|id, sender| live(id) || sender.lives());
+        self.senders.retain(|id, sender| {
+            let stays = live(id) || sender.lives();
+            if !stays {
+                sender.forget();
+            }
+            stays
+        });
         problem.map_or(Ok(()), Err)
     }
 

@@ -1,9 +1,9 @@
 //! A process that sends a guest, `vmferry send`, as an operator would start it. It outlives the
 //! agent.
 //!
-//! It prints into a file that is locked as long as it lives: the lock belongs to the open file, which
-//! is its standard output. So the next agent knows whether it lives, also if an agent was killed
-//! while it started it.
+//! It prints into a file that is locked as long as it lives: the lock belongs to the open file,
+//! which is its standard output. So the next agent knows whether it lives, also if an agent was
+//! killed while it started it.
 
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -171,7 +171,7 @@ mod tests {
         let deadline = Instant::now() + Duration::from_secs(60);
         while !sender.listen().unwrap() {
             assert!(Instant::now() < deadline, "it lives for ever");
-            // The end of the lock notifies nobody.
+            // The end of a lock causes no wake-up.
             std::thread::sleep(Duration::from_millis(5));
         }
     }
@@ -192,7 +192,7 @@ mod tests {
         let deadline = Instant::now() + Duration::from_secs(60);
         while first.said.session.is_none() {
             assert!(!first.listen().unwrap() && Instant::now() < deadline, "{first:?}");
-            // A file notifies nobody.
+            // A file causes no wake-up.
             std::thread::sleep(Duration::from_millis(5));
         }
         // The next agent.
