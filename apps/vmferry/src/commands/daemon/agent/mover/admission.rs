@@ -1,11 +1,12 @@
 //! Admitting guests that come here.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use vmferry::config::policy::Admission;
+use vmferry::config::policy::{Admission, DefinitionRules};
 use vmferry::probe::HostFacts;
 use vmferry_fleet::placement::HEADROOM_BYTES;
 use vmferry_fleet::{Fleet, FleetError, Host, HostName, Migration, MigrationPhase};
@@ -59,9 +60,9 @@ impl Admitted {
 #[derive(Debug)]
 pub struct FleetAdmission {
     /// The fleet's.
-    pub admitted: std::sync::Arc<Admitted>,
+    pub admitted: Arc<Admitted>,
     /// The host's.
-    pub policy: std::sync::Arc<dyn Admission>,
+    pub policy: Arc<dyn Admission>,
 }
 
 impl Admission for FleetAdmission {
@@ -83,8 +84,12 @@ impl Admission for FleetAdmission {
         &self,
         source: &PeerIdentity,
         guest: &GuestIdentity,
-    ) -> Vec<std::sync::Arc<vmferry::config::policy::DefinitionRules>> {
-        self.policy.definition_rules(source, guest)
+    ) -> Vec<Arc<DefinitionRules>> {
+        // The fleet admits guests to templates. libvirt defines only what the policy allows.
+        match self.policy.check_guest(source, guest) {
+            Ok(()) => self.policy.definition_rules(source, guest),
+            Err(_) => Vec::new(),
+        }
     }
 }
 
@@ -98,19 +103,14 @@ impl Mover {
         tell: Tell<'_>,
     ) -> Result<(), FleetError> {
         let name = &migration.guest.name;
-        let answer = match migration.cancel {
-            true => MigrationPhase::Cancelled,
-            false => match self.objection(migration, all) {
-                Some(reason) => MigrationPhase::Failed { reason },
-                None => {
-                    // Before the source knows: it sends at once.
-                    if !self.tell_admitted(fleet, all, Some(migration), tell)? {
-                        return Ok(());
-                    }
-                    let source = fleet.host(&migration.source)?;
-                    MigrationPhase::Admitted { address: self.address_for(source.as_ref()) }
-                }
-            },
+        let source = fleet.host(&migration.source)?;
+        let objection = self.objection(migration, source.as_ref(), all);
+        let answer = match objection {
+            _ if migration.cancel => MigrationPhase::Cancelled,
+            Some(reason) => MigrationPhase::Failed { reason },
+            // Before the source knows: it sends at once.
+            None if !self.tell_admitted(fleet, all, Some(migration), tell)? => return Ok(()),
+            None => MigrationPhase::Admitted { address: self.address_for(source.as_ref()) },
         };
         let text = match &answer {
             MigrationPhase::Failed { reason } => format!("refused guest {name}: {reason}"),
@@ -126,7 +126,12 @@ impl Mover {
     }
 
     /// Why the guest can't come.
-    fn objection(&self, migration: &Migration, all: &[Migration]) -> Option<String> {
+    fn objection(
+        &self,
+        migration: &Migration,
+        source: Option<&Host>,
+        all: &[Migration],
+    ) -> Option<String> {
         let config = match Configuration::read(&self.config) {
             Ok(config) => config,
             Err(failure) => return Some(failure.to_string()),
@@ -134,6 +139,10 @@ impl Mover {
         let Migration { template, destination, .. } = migration;
         if config.template(template).is_none() {
             return Some(format!("{destination} has no template {template}"));
+        }
+        // It could not be told from others.
+        if self.about.identity.is_some() && source.is_none_or(|host| host.identity.is_none()) {
+            return Some(format!("{} has no certificate by which it is known", migration.source));
         }
         let arriving = all.iter().filter(|one| {
             one.destination == *destination && one.id != migration.id && is_arriving(one)
@@ -196,4 +205,54 @@ pub const ADMITS: &str = "fleet-admits";
 fn is_arriving(migration: &Migration) -> bool {
     use MigrationPhase::{Admitted, Sending};
     matches!(migration.phase, Admitted { .. } | Sending { .. })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A policy that allows one guest.
+    #[derive(Debug)]
+    struct Only(&'static str);
+
+    impl Admission for Only {
+        fn check_source(&self, _: &PeerIdentity) -> Result<(), String> {
+            Err("not by the policy".to_owned())
+        }
+
+        fn check_guest(&self, _: &PeerIdentity, guest: &GuestIdentity) -> Result<(), String> {
+            if guest.name == self.0 { Ok(()) } else { Err("not by the policy".to_owned()) }
+        }
+    }
+
+    #[test]
+    fn fleet_admits_one_guest_of_one_source_and_no_definition() {
+        let admitted = Arc::new(Admitted::default());
+        let policy = Arc::new(Only("other"));
+        let admission = FleetAdmission { admitted: Arc::clone(&admitted), policy };
+        let source = |name: &str| {
+            let names = vec![name.to_owned()];
+            PeerIdentity { names, ..PeerIdentity::default() }
+        };
+        let guest = |name: &str| {
+            let uuid = uuid::Uuid::from_bytes([name.len() as u8; 16]);
+            GuestIdentity { uuid, name: name.into() }
+        };
+        let (a, b) = (source("spiffe://vmferry/host/a"), source("spiffe://vmferry/host/b"));
+        assert!(admission.check_source(&a).is_err());
+        let of_a = Some(a.names[0].clone());
+        admitted.set(vec![AdmittedGuest { source: of_a, guest: guest("web") }]);
+        assert_eq!(admission.check_source(&a), Ok(()));
+        assert_eq!(admission.check_guest(&a, &guest("web")), Ok(()));
+        assert!(admission.definition_rules(&a, &guest("web")).is_empty());
+        // The same name with another UUID.
+        let twin = GuestIdentity { uuid: uuid::Uuid::nil(), ..guest("web") };
+        assert!(admission.check_guest(&a, &twin).is_err());
+        assert!(admission.check_guest(&b, &guest("web")).is_err());
+        // What the policy allows stays allowed.
+        assert_eq!(admission.check_guest(&b, &guest("other")), Ok(()));
+        assert_eq!(admission.definition_rules(&b, &guest("other")).len(), 1);
+        admitted.set(Vec::new());
+        assert!(admission.check_guest(&a, &guest("web")).is_err());
+    }
 }
