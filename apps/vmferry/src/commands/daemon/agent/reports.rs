@@ -30,8 +30,8 @@ impl Reports {
         Self { journals, witness, reported: HashMap::new(), done: HashSet::new() }
     }
 
-    /// Reports what is new, and tells of it with `tell`. Returns the first problem; the others are
-    /// tried all the same.
+    /// Reports what is new, and tells of it with `tell`. Returns the first problem. A journal that
+    /// can't be read does not keep the others from being reported.
     pub fn turn(&mut self, tell: &mut dyn FnMut(Value, &str)) -> Result<(), Failure> {
         let sessions = recorded_sessions::<Record>(&self.journals, Side::Destination)
             .map_err(|error| Failure::of(Code::Internal, error))?;
@@ -44,8 +44,11 @@ impl Reports {
             if self.done.contains(&session) {
                 continue;
             }
-            if let Err(failure) = self.report(session, tell) {
-                problem.get_or_insert(failure);
+            match self.report(session, tell) {
+                // The next question would wait as long.
+                Err(failure) if failure.code == Code::Connect => return Err(failure),
+                Err(failure) => drop(problem.get_or_insert(failure)),
+                Ok(()) => {}
             }
         }
         problem.map_or(Ok(()), Err)
