@@ -197,7 +197,7 @@ impl EtcdCluster {
             let log = self.members[member].log();
             let problem = String::from_utf8_lossy(&output.stderr);
             assert!(Instant::now() < deadline, "etcd does not answer: {problem}\n{log}");
-            // It is another process, and tells nobody when it serves.
+            // That it serves causes no wake-up here.
             std::thread::sleep(Duration::from_millis(20));
         }
     }

@@ -103,6 +103,31 @@ fn guest_whose_vmm_is_stopped_stays_known() {
 }
 
 #[test]
+fn object_of_a_newer_release_is_reported_and_the_agent_goes_on() {
+    let mut place = Place::new();
+    let _web = place.a.host.guest("web", &GUEST);
+    let guest = place.guest_is_on("a");
+    let key = format!("/vmferry/hosts/a/guests/{}", guest["uuid"].as_str().unwrap());
+    place.etcd.etcdctl_ok(&["put", &key, "{\"version\":9}"]);
+    run_ok(&place.a.host, &["pause", "web"]);
+    let silent = place.a.daemon.event("fleet-silent");
+    let message = silent["message"].as_str().unwrap();
+    assert!(message.contains(&key) && message.contains("upgrade vmferry"), "{silent}");
+    assert_eq!(place.shows("status", |_| true)["problems"].as_array().unwrap().len(), 1);
+    let _db = place.a.host.guest("db", &GUEST);
+    let db = |shown: &Value| {
+        let guests = shown["guests"].as_array().unwrap();
+        guests.iter().any(|guest| guest["name"] == "db")
+    };
+    place.shows("guests", db);
+    place.etcd.etcdctl_ok(&["del", &key]);
+    place.shows("guests", |shown| {
+        let guests = shown["guests"].as_array().unwrap();
+        guests.iter().any(|guest| guest["name"] == "web" && guest["phase"] == "paused")
+    });
+}
+
+#[test]
 fn guest_on_two_hosts_is_a_problem() {
     let place = Place::new();
     let uuid = ["--uuid", "6b1f7a4c-0000-4000-8000-000000000009"];

@@ -160,7 +160,7 @@ fn orders_that_cannot_be_followed_move_nothing() {
         place.operator.run(&[&["fleet", "move"], order, &config].concat()).failed(code, why);
     };
     refused(&place, &["other"], 8, "no host of the fleet has a guest other");
-    refused(&place, &["tested", "--to", "c"], 2, "the fleet has no host c");
+    refused(&place, &["tested", "--to", "c"], 2, "the fleet at /vmferry has no host c");
     refused(&place, &["tested", "--to", "a"], 6, "a has it already");
     refused(&place, &["tested", "--template", "large"], 6, "b has no template large");
     refused(&place, &["tested", "--label", "rack=r9"], 6, "b lacks the label rack=r9");

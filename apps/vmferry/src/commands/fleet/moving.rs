@@ -8,7 +8,8 @@ use serde_json::{Value, json};
 use uuid::Uuid;
 use vmferry_fleet::placement::{Needs, NoPlace, choose};
 use vmferry_fleet::{
-    Fleet, Guest, GuestPhase, GuestVmm, HostName, HostOrders, HostView, Migration, MigrationPhase,
+    EtcdError, Fleet, FleetError, Guest, GuestPhase, GuestVmm, HostName, HostOrders, HostView,
+    Migration, MigrationPhase,
 };
 use vmferry_wire::GuestIdentity;
 
@@ -54,7 +55,8 @@ pub fn order(fleet: &Fleet, options: &MoveOptions, output: &Output) -> Result<()
     if let Some(wanted) = &wanted
         && !hosts.iter().any(|view| view.name == *wanted)
     {
-        return Err(Failure::new(Code::Usage, format!("the fleet has no host {wanted}")));
+        let (prefix, name) = (fleet.prefix().to_string(), wanted.clone());
+        return Err(FleetError::UnknownHost { prefix, name }.into());
     }
     let labels: BTreeMap<String, String> = options.labels.iter().cloned().collect();
     let needs = Needs { host: wanted.as_ref(), labels, template: &options.template };
@@ -113,9 +115,19 @@ fn find<'a>(hosts: &'a [HostView], wanted: &str) -> Result<(&'a HostView, &'a Gu
 
 /// Shows the progress until the migration is over.
 fn follow(fleet: &Fleet, mut last: Migration, output: &Output) -> Result<(), Failure> {
-    let mut told = Instant::now();
+    let (mut told, mut is_silent) = (Instant::now(), false);
     loop {
-        let Some(now) = fleet.change_migration(&last, |_| None)? else {
+        let now = match fleet.change_migration(&last, |_| None) {
+            Err(FleetError::Etcd(EtcdError::NoAnswer { .. })) => {
+                if !std::mem::replace(&mut is_silent, true) {
+                    output.note("etcd does not answer; the migration goes on meanwhile");
+                }
+                continue;
+            }
+            now => now?,
+        };
+        is_silent = false;
+        let Some(now) = now else {
             let text = "the migration was replaced by another order: `vmferry fleet status`";
             return Err(Failure::new(Code::WrongState, text));
         };

@@ -1,8 +1,6 @@
 //! What this host says of itself in its fleet.
 
-use std::fs::OpenOptions;
 use std::io::{ErrorKind, Write};
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use uuid::Uuid;
@@ -52,19 +50,20 @@ fn instance(state: &Path) -> Result<Uuid, Failure> {
         let text = format!("this host's number in its fleet, {}, can't be kept", path.display());
         Failure::of(Code::Internal, anyhow::Error::new(error).context(text))
     };
-    let fresh = Uuid::new_v4();
-    match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path) {
-        Ok(mut file) => {
-            let written = file.write_all(fresh.to_string().as_bytes());
-            written.and_then(|()| file.sync_all()).map_err(failed)?;
-            Ok(fresh)
+    if !path.exists() {
+        // Complete before it has its name: an agent may be killed in between.
+        let mut fresh = tempfile::NamedTempFile::new_in(state).map_err(failed)?;
+        fresh.write_all(Uuid::new_v4().to_string().as_bytes()).map_err(failed)?;
+        fresh.as_file().sync_all().map_err(failed)?;
+        match fresh.persist_noclobber(&path) {
+            Err(error) if error.error.kind() != ErrorKind::AlreadyExists => {
+                return Err(failed(error.error));
+            }
+            _ => {}
         }
-        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-            let text = std::fs::read_to_string(&path).map_err(failed)?;
-            text.trim().parse().map_err(|error| failed(std::io::Error::other(error)))
-        }
-        Err(error) => Err(failed(error)),
     }
+    let text = std::fs::read_to_string(&path).map_err(failed)?;
+    text.trim().parse().map_err(|error| failed(std::io::Error::other(error)))
 }
 
 fn memory_bytes() -> u64 {

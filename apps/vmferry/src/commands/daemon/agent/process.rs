@@ -97,7 +97,7 @@ impl Agent<'_> {
                     told.clear();
                 }
             }
-            // When etcd serves again causes no wake-up.
+            // It is not told when etcd serves again.
             if self.daemon.ends_within(RETRY_PERIOD) {
                 return Ok(());
             }
@@ -139,13 +139,19 @@ impl Agent<'_> {
         let mut problem = String::new();
         for turn in 1_u32.. {
             let reported = reports.turn(&mut |event, message| self.tell(event, message));
-            let published = self.publish(&mut member, turn).and_then(|()| {
-                mover.turn(member.fleet(), &mut |event, message| self.tell(event, message))
-            });
-            match published {
+            let published = self.publish(&mut member, turn);
+            // An object that can't be read keeps nothing else from going on.
+            let done = match published {
+                Ok(()) | Err(FleetError::Object(_)) => {
+                    let tell = &mut |event, message: &str| self.tell(event, message);
+                    published.and(mover.turn(member.fleet(), tell))
+                }
+                failed => failed,
+            };
+            match done {
                 Err(error) if error.is_lasting() => return Left::Failed(error.into()),
-                published => {
-                    let failed = reported.or(published.map_err(Failure::from)).err();
+                done => {
+                    let failed = reported.and(done.map_err(Failure::from)).err();
                     let now = failed.map_or_else(String::new, |failure| failure.to_string());
                     if now != problem && !now.is_empty() {
                         self.tell(json!({ "event": "fleet-silent" }), &now);
@@ -168,16 +174,17 @@ impl Agent<'_> {
         }
         if turn.is_multiple_of(CHECK_EVERY) {
             member.fleet().check_incarnation()?;
+        }
+        let guests = self.guests.lock().clone();
+        let published = guests.map_or(Ok(()), |guests| member.publish(guests));
+        if turn.is_multiple_of(CHECK_EVERY)
             // While the file is wrong, the host says what it said before.
-            if let Ok(config) = Configuration::read(self.config) {
-                let templates = config.template_names();
-                member.describe(Host { templates, ..self.about.clone() })?;
-            }
+            && let Ok(config) = Configuration::read(self.config)
+        {
+            let templates = config.template_names();
+            member.describe(Host { templates, ..self.about.clone() })?;
         }
-        match self.guests.lock().clone() {
-            Some(guests) => member.publish(guests),
-            None => Ok(()),
-        }
+        published
     }
 
     fn tell(&self, mut event: Value, message: &str) {

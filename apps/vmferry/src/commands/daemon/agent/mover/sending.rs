@@ -7,7 +7,8 @@ use serde_json::json;
 use vmferry_control::{Request, call};
 use vmferry_fleet::{Fleet, FleetError, GuestVmm, Migration, MigrationPhase};
 use vmferry_handover::SessionId;
-use vmferry_handover::journal::{self, Side, Verdict};
+use vmferry_handover::journal::{self, JournalError, Side, Verdict};
+use vmferry_wire::GuestIdentity;
 
 use super::sender::{End, Said, Sender};
 use super::{Mover, Tell};
@@ -90,16 +91,17 @@ impl Mover {
             }
             Some(End::Failed { message, .. }) => self.fail(fleet, migration, message, tell),
             // It was killed or told to end in doubt, and its guardian goes on.
-            None => match self.verdict(session) {
-                Some(Verdict::There) => {
+            None => match self.verdict(&migration.guest, session) {
+                Ok(Verdict::There) => {
                     let done = MigrationPhase::Done { session, downtime_ms: None };
                     self.finish(fleet, migration, done, tell)
                 }
-                Some(Verdict::Here) | None => {
+                Ok(Verdict::Here) => {
                     let text = "the process that sent it was killed; the guest stays here";
                     self.fail(fleet, migration, text.to_owned(), tell)
                 }
-                Some(Verdict::InDoubt) => Ok(()),
+                // A journal that can't be read decides nothing: the order stays open.
+                Ok(Verdict::InDoubt) | Err(_) => Ok(()),
             },
         }
     }
@@ -147,13 +149,20 @@ impl Mover {
         Ok(())
     }
 
-    /// What the journal says of a session; `None` while a process still leads it, or without one.
-    fn verdict(&self, session: Option<SessionId>) -> Option<Verdict> {
-        let journals = self.directories.journals();
-        let all = journal::sessions(&journals).ok()?;
-        let found =
-            all.iter().find(|one| Some(one.session) == session && one.side == Side::Source)?;
-        Some(if found.led { Verdict::InDoubt } else { found.verdict })
+    /// Which host has the guest of a session whose sender has ended. It has said the session before
+    /// it made a journal.
+    fn verdict(
+        &self,
+        guest: &GuestIdentity,
+        session: Option<SessionId>,
+    ) -> Result<Verdict, JournalError> {
+        let all = journal::sessions_of(&self.directories.journals(), guest)?;
+        let found = all.iter().find(|one| Some(one.session) == session && one.side == Side::Source);
+        Ok(match found {
+            Some(found) if found.led => Verdict::InDoubt,
+            Some(found) => found.verdict,
+            None => Verdict::Here,
+        })
     }
 
     fn moves(&self) -> PathBuf {
