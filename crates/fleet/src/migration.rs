@@ -73,6 +73,10 @@ pub enum MigrationPhase {
         session: Option<SessionId>,
         /// The time that the guest was paused, in milliseconds.
         downtime_ms: Option<f64>,
+        /// Why QEMU's own migration was carried, which takes longer; `None` if vmferry has moved
+        /// the memory itself.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        carried: Option<String>,
     },
     /// The guest has not moved, or was lost on its way.
     Failed {
@@ -211,7 +215,11 @@ mod tests {
                     in_doubt: false,
                 }),
             },
-            MigrationPhase::Done { session: None, downtime_ms: Some(2.5) },
+            MigrationPhase::Done {
+                session: None,
+                downtime_ms: Some(2.5),
+                carried: Some("its memory is private".into()),
+            },
             MigrationPhase::Failed { reason: "why".into() },
             MigrationPhase::Cancelled,
         ] {

@@ -7,12 +7,14 @@ mod cable;
 mod exclusive;
 mod huge_pages;
 pub mod relay;
+mod systemd;
 
 use std::path::{Path, PathBuf};
 
 pub use cable::Cable;
 pub use exclusive::Exclusive;
 pub use huge_pages::HugePages;
+pub use systemd::Systemd;
 
 /// Where `scripts/setup-tests` has unpacked the packages of a lab: `qemu` or `browser`.
 ///

@@ -11,4 +11,5 @@ mod receivers;
 mod refused;
 #[path = "../support/mod.rs"]
 mod support;
+mod systemd;
 mod witness;

@@ -158,8 +158,13 @@ impl Arrived {
     /// The guest of which a receiver says that it was `received` or `found`.
     pub fn at(scene: &Scene, event: &Value) -> Self {
         let qmp = PathBuf::from(event["qmp"].as_str().unwrap());
+        Self::with_console(qmp, |pid| scene.lab.path(&format!("arrived-tested-{pid}.out")))
+    }
+
+    /// The guest of the QEMU at a socket, with the file that its console writes.
+    pub fn with_console(qmp: PathBuf, console: impl FnOnce(u32) -> PathBuf) -> Self {
         let pid = Qmp::connect(&qmp).unwrap().pid().unwrap();
-        let console = scene.lab.path(&format!("arrived-tested-{pid}.out"));
+        let console = console(pid);
         Self { qmp, pid: Pid::from_raw(pid.try_into().unwrap()).unwrap(), console }
     }
 

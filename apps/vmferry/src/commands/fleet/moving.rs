@@ -140,11 +140,14 @@ fn follow(fleet: &Fleet, mut last: Migration, output: &Output) -> Result<(), Fai
         }
         last = now;
         match &last.phase {
-            MigrationPhase::Done { downtime_ms, .. } => {
+            MigrationPhase::Done { downtime_ms, carried, .. } => {
                 output.result(&json!(last), || {
                     let paused = downtime_ms
                         .map_or_else(String::new, |ms| format!("; it was paused for {ms:.1} ms"));
-                    format!("{} runs on {}{paused}", last.guest.name, last.destination)
+                    let carried = carried.as_ref().map_or_else(String::new, |why| {
+                        format!("\nit was moved by QEMU's own migration, because {why}")
+                    });
+                    format!("{} runs on {}{paused}{carried}", last.guest.name, last.destination)
                 });
                 return Ok(());
             }

@@ -50,6 +50,8 @@ pub enum End {
     Moved {
         /// The time that it was paused, in milliseconds.
         downtime_ms: Option<f64>,
+        /// Why QEMU's own migration was carried; `None` if it was not.
+        carried: Option<String>,
     },
     /// It has not.
     Failed {
@@ -143,7 +145,11 @@ impl Said {
                 let text = |name: &str| line["error"][name].as_str().unwrap_or_default().to_owned();
                 self.end = Some(End::Failed { code: text("code"), message: text("message") });
             }
-            None => self.end = Some(End::Moved { downtime_ms: line["downtime_ms"].as_f64() }),
+            None => {
+                let downtime_ms = line["downtime_ms"].as_f64();
+                let carried = line["qemu"]["not_attached"].as_str().map(str::to_owned);
+                self.end = Some(End::Moved { downtime_ms, carried });
+            }
         }
     }
 }
@@ -200,7 +206,7 @@ mod tests {
         assert!(second.lives());
         std::fs::write(&pipe, "").unwrap();
         ended(&mut second);
-        let moved = End::Moved { downtime_ms: Some(7.5) };
+        let moved = End::Moved { downtime_ms: Some(7.5), carried: None };
         assert_eq!(
             (second.said.session, second.said.end.clone()),
             (first.said.session, Some(moved))

@@ -83,8 +83,9 @@ impl Mover {
         });
         let is_doubt = |end: &End| matches!(end, End::Failed { code, .. } if code == "in-doubt");
         match said.end.filter(|end| !is_doubt(end)) {
-            Some(End::Moved { downtime_ms }) => {
-                self.finish(fleet, migration, MigrationPhase::Done { session, downtime_ms }, tell)
+            Some(End::Moved { downtime_ms, carried }) => {
+                let done = MigrationPhase::Done { session, downtime_ms, carried };
+                self.finish(fleet, migration, done, tell)
             }
             Some(End::Failed { code, .. }) if code == "cancelled" => {
                 self.finish(fleet, migration, MigrationPhase::Cancelled, tell)
@@ -93,7 +94,7 @@ impl Mover {
             // It was killed or told to end in doubt, and its guardian goes on.
             None => match self.verdict(&migration.guest, session) {
                 Ok(Verdict::There) => {
-                    let done = MigrationPhase::Done { session, downtime_ms: None };
+                    let done = MigrationPhase::Done { session, downtime_ms: None, carried: None };
                     self.finish(fleet, migration, done, tell)
                 }
                 Ok(Verdict::Here) => {
