@@ -1,5 +1,6 @@
 //! A fleet: the object at its prefix, which says that hosts there belong together.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
@@ -7,7 +8,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 
-use crate::etcd::{LeaseId, Outcome, Transaction, Value};
+use crate::etcd::{Outcome, Transaction, Value, Watched};
 use crate::host::{HostName, MAX_NAME_BYTES};
 use crate::object::{BadObject, Kind, Object};
 use crate::{Etcd, EtcdError};
@@ -150,7 +151,11 @@ pub struct Fleet {
     prefix: FleetPrefix,
     incarnation: Uuid,
     /// Of the fleet's key.
-    revision: Mutex<i64>,
+    pub(crate) revision: Mutex<i64>,
+    /// What this process has written or read last, for first attempts.
+    pub(crate) known: Mutex<HashMap<String, Value>>,
+    /// The directories that it follows.
+    pub(crate) watched: Mutex<HashMap<&'static str, Arc<Watched>>>,
 }
 
 impl Fleet {
@@ -165,7 +170,7 @@ impl Fleet {
         let transaction =
             Transaction::new().only_if(&key, None).put(&key, identity.encode()).or_read(&key);
         match etcd.transact(transaction)? {
-            Outcome::Done => Ok(true),
+            Outcome::Done(_) => Ok(true),
             Outcome::Otherwise(values) => {
                 let found = decode(prefix, values.into_iter().next().flatten().as_ref())?;
                 Ok(found.value == identity.value)
@@ -192,7 +197,7 @@ impl Fleet {
                 .put(&key, object.with(identity.clone()).encode())
                 .or_read(&key);
             match etcd.transact(transaction)? {
-                Outcome::Done => return Ok(()),
+                Outcome::Done(_) => return Ok(()),
                 Outcome::Otherwise(values) => found = values.into_iter().next().flatten(),
             }
         }
@@ -206,7 +211,8 @@ impl Fleet {
         let found = read(&etcd, &prefix.key("fleet"))?;
         let incarnation = decode(&prefix, found.as_ref())?.value.incarnation;
         let revision = Mutex::new(found.map_or(0, |found| found.revision));
-        Ok(Self { etcd, prefix, incarnation, revision })
+        let (known, watched) = (Mutex::default(), Mutex::default());
+        Ok(Self { etcd, prefix, incarnation, revision, known, watched })
     }
 
     /// Where its keys are.
@@ -227,83 +233,6 @@ impl Fleet {
         self.etcd.cluster()
     }
 
-    /// Makes a change of the object at `key`, or none, in one transaction with the check that the
-    /// fleet is still the same. `change` gets the object, `None` if there is none, and returns
-    /// the one that it should be, `None` to leave it. Called again if the object has changed in
-    /// between. Returns the object then.
-    pub(crate) fn update<T: Kind + Clone>(
-        &self,
-        key: &str,
-        change: impl Fn(Option<&T>) -> Option<T>,
-    ) -> Result<Option<T>, FleetError> {
-        self.update_leased(key, None, change)
-    }
-
-    /// The same with a lease: etcd removes the object when the lease ends.
-    pub(crate) fn update_leased<T: Kind + Clone>(
-        &self,
-        key: &str,
-        lease: Option<LeaseId>,
-        change: impl Fn(Option<&T>) -> Option<T>,
-    ) -> Result<Option<T>, FleetError> {
-        let fleet_key = self.prefix.key("fleet");
-        let mut found: Option<Value> = None;
-        loop {
-            let object = found.as_ref().map(|found| Object::<T>::decode(key, &found.bytes));
-            let object = object.transpose()?;
-            let changed = change(object.as_ref().map(|object| &object.value));
-            if found.is_some() && changed.is_none() {
-                // It was read together with the fleet's object.
-                return Ok(object.map(|object| object.value));
-            }
-            let mut transaction = Transaction::new()
-                .only_if(&fleet_key, Some(*self.revision.lock()))
-                .only_if(key, found.as_ref().map(|found| found.revision))
-                .or_read(&fleet_key)
-                .or_read(key);
-            if let Some(value) = &changed {
-                let object = match object.clone() {
-                    Some(object) => object.with(value.clone()),
-                    None => Object::new(value.clone()),
-                };
-                transaction = transaction.put_leased(key, object.encode(), lease);
-            }
-            let [fleet, now] = match self.etcd.transact(transaction)? {
-                Outcome::Done => return Ok(changed),
-                Outcome::Otherwise(values) => values
-                    .try_into()
-                    .map_err(|_| EtcdError::BadAnswer { what: "pair of values" })?,
-            };
-            self.check(fleet.as_ref())?;
-            found = now;
-        }
-    }
-
-    /// Removes an object. Nothing happens if there is none.
-    pub(crate) fn remove(&self, key: &str) -> Result<(), FleetError> {
-        let fleet_key = self.prefix.key("fleet");
-        loop {
-            let transaction = Transaction::new()
-                .only_if(&fleet_key, Some(*self.revision.lock()))
-                .delete(key)
-                .or_read(&fleet_key);
-            match self.etcd.transact(transaction)? {
-                Outcome::Done => return Ok(()),
-                Outcome::Otherwise(values) => {
-                    self.check(values.into_iter().next().flatten().as_ref())?
-                }
-            }
-        }
-    }
-
-    /// The objects below a directory such as `hosts/`: the rest of each key, and its bytes.
-    pub(crate) fn list(&self, directory: &str) -> Result<Vec<(String, Vec<u8>)>, FleetError> {
-        let prefix = self.prefix.key(directory);
-        let found = self.etcd.list(&prefix)?;
-        let rest = |key: String| key.strip_prefix(&prefix).unwrap_or_default().to_owned();
-        Ok(found.into_iter().map(|(key, value)| (rest(key), value.bytes)).collect())
-    }
-
     pub(crate) fn etcd(&self) -> &Etcd {
         &self.etcd
     }
@@ -318,7 +247,7 @@ impl Fleet {
     }
 
     /// Checks that the fleet's object still says the same.
-    fn check(&self, found: Option<&Value>) -> Result<(), FleetError> {
+    pub(crate) fn check(&self, found: Option<&Value>) -> Result<(), FleetError> {
         let identity = decode(&self.prefix, found)?;
         let (known, found_now) = (self.incarnation, identity.value.incarnation);
         if found_now != known {
@@ -334,7 +263,7 @@ fn read(etcd: &Etcd, key: &str) -> Result<Option<Value>, EtcdError> {
     // No key has this revision, so the comparison fails.
     let transaction = Transaction::new().only_if(key, Some(i64::MAX)).or_read(key);
     Ok(match etcd.transact(transaction)? {
-        Outcome::Done => None,
+        Outcome::Done(_) => None,
         Outcome::Otherwise(values) => values.into_iter().next().flatten(),
     })
 }

@@ -7,9 +7,16 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 use vmferry::probe::HostFacts;
 
+use crate::etcd::Watch;
 use crate::fleet::{Fleet, FleetError};
 use crate::guest::Guest;
 use crate::object::{BadObject, Kind, Object};
+
+/// Where hosts are, below the fleet's prefix.
+const HOSTS: &str = "hosts/";
+
+/// Where orders about hosts are.
+const ORDERS: &str = "orders/";
 
 /// Maximum length of a host's name.
 pub(crate) const MAX_NAME_BYTES: usize = 64;
@@ -54,7 +61,7 @@ impl HostName {
 
     /// The key of one of its own objects, below the fleet's prefix.
     pub(crate) fn key(&self, object: &str) -> String {
-        format!("hosts/{self}/{object}")
+        format!("{HOSTS}{self}/{object}")
     }
 }
 
@@ -156,6 +163,29 @@ impl Fleet {
     /// # Errors
     /// etcd does not answer, or an order can't be read.
     pub fn hosts(&self) -> Result<Vec<HostView>, FleetError> {
+        self.hosts_of(self.list(HOSTS)?, self.list(ORDERS)?)
+    }
+
+    /// Keeps a copy of all hosts from now on, until the watches are dropped. `changed` is called
+    /// after each change, from another thread, and must return at once.
+    pub fn follow_hosts(&self, changed: impl Fn() + Clone + Send + Sync + 'static) -> [Watch; 2] {
+        [self.follow(HOSTS, changed.clone()), self.follow(ORDERS, changed)]
+    }
+
+    /// All hosts as the copy has them, which may be late; `None` until it was read.
+    ///
+    /// # Errors
+    /// An order can't be read.
+    pub fn followed_hosts(&self) -> Option<Result<Vec<HostView>, FleetError>> {
+        Some(self.hosts_of(self.followed(HOSTS)?, self.followed(ORDERS)?))
+    }
+
+    /// The hosts that these objects describe: the rest of each key, and its bytes.
+    fn hosts_of(
+        &self,
+        hosts: Vec<(String, Vec<u8>)>,
+        orders: Vec<(String, Vec<u8>)>,
+    ) -> Result<Vec<HostView>, FleetError> {
         /// The objects of one host.
         #[derive(Default)]
         struct Found {
@@ -164,7 +194,7 @@ impl Fleet {
             guests: Vec<(String, Vec<u8>)>,
         }
         let mut found: BTreeMap<HostName, Found> = BTreeMap::new();
-        for (rest, bytes) in self.list("hosts/")? {
+        for (rest, bytes) in hosts {
             let Some((name, object)) = rest.split_once('/') else { continue };
             // Keys that somebody else has put there are left alone.
             let Ok(name) = HostName::new(name) else { continue };
@@ -176,7 +206,7 @@ impl Fleet {
                 _ => {}
             }
         }
-        let mut orders: BTreeMap<String, Vec<u8>> = self.list("orders/")?.into_iter().collect();
+        let mut orders: BTreeMap<String, Vec<u8>> = orders.into_iter().collect();
         let mut views = Vec::new();
         for (name, Found { host, presence, guests }) in found {
             let key = |object: &str| self.prefix().key(&name.key(object));
@@ -187,7 +217,7 @@ impl Fleet {
                 |(uuid, bytes): (String, Vec<u8>)| decode(&key(&format!("guests/{uuid}")), &bytes);
             let guests = guests.into_iter().map(guest).collect();
             let orders = match orders.remove(name.as_str()) {
-                Some(bytes) => decode(&self.prefix().key(&format!("orders/{name}")), &bytes)?,
+                Some(bytes) => decode(&self.prefix().key(&format!("{ORDERS}{name}")), &bytes)?,
                 None => HostOrders::default(),
             };
             views.push(HostView { name, host, presence, orders, guests });
@@ -219,7 +249,7 @@ impl Fleet {
             return Err(FleetError::UnknownHost { prefix, name });
         }
         let changed = std::cell::Cell::new(false);
-        let key = self.prefix().key(&format!("orders/{name}"));
+        let key = self.prefix().key(&format!("{ORDERS}{name}"));
         self.update(&key, |found: Option<&HostOrders>| {
             let before = found.cloned().unwrap_or_default();
             let after = change(&before);

@@ -15,9 +15,10 @@ mod membership;
 mod migration;
 mod object;
 pub mod placement;
+mod store;
 mod witness;
 
-pub use etcd::{Etcd, EtcdConfig, EtcdError, EtcdTls, OtherData};
+pub use etcd::{Etcd, EtcdConfig, EtcdError, EtcdTls, OtherData, Watch};
 pub use fleet::{Fleet, FleetError, FleetPrefix};
 pub use guest::{Guest, GuestPhase, GuestVmm};
 pub use host::{Host, HostName, HostNetwork, HostOrders, HostView, Presence};

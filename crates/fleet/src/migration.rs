@@ -12,9 +12,13 @@ use serde::{Deserialize, Serialize};
 use uuid::Uuid;
 use vmferry_handover::{GuestIdentity, SessionId};
 
+use crate::etcd::Watch;
 use crate::fleet::{Fleet, FleetError};
 use crate::host::HostName;
 use crate::object::{BadObject, Kind, Object};
+
+/// Where migrations are, below the fleet's prefix.
+const DIRECTORY: &str = "migrations/";
 
 /// The migration of a guest: `migrations/UUID`, with the guest's UUID, so that there is one at a
 /// time.
@@ -129,12 +133,28 @@ impl Fleet {
     /// # Errors
     /// etcd does not answer.
     pub fn migrations(&self) -> Result<Vec<MigrationView>, FleetError> {
+        Ok(self.migrations_of(self.list(DIRECTORY)?))
+    }
+
+    /// Keeps a copy of all migrations from now on, until the watch is dropped. `changed` is called
+    /// after each change, from another thread, and must return at once.
+    pub fn follow_migrations(&self, changed: impl Fn() + Send + Sync + 'static) -> Watch {
+        self.follow(DIRECTORY, changed)
+    }
+
+    /// All migrations as the copy has them, which may be late; `None` until it was read.
+    #[must_use]
+    pub fn followed_migrations(&self) -> Option<Vec<MigrationView>> {
+        Some(self.migrations_of(self.followed(DIRECTORY)?))
+    }
+
+    fn migrations_of(&self, objects: Vec<(String, Vec<u8>)>) -> Vec<MigrationView> {
         let view = |(guest, bytes): (String, Vec<u8>)| {
-            let key = self.prefix().key(&format!("migrations/{guest}"));
+            let key = self.prefix().key(&format!("{DIRECTORY}{guest}"));
             let migration = Object::decode(&key, &bytes).map(|object| object.value);
             MigrationView { guest, migration }
         };
-        Ok(self.list("migrations/")?.into_iter().map(view).collect())
+        objects.into_iter().map(view).collect()
     }
 
     /// Orders a migration.
@@ -176,7 +196,7 @@ impl Fleet {
     }
 
     fn migration_key(&self, guest: Uuid) -> String {
-        self.prefix().key(&format!("migrations/{guest}"))
+        self.prefix().key(&format!("{DIRECTORY}{guest}"))
     }
 }
 

@@ -47,7 +47,7 @@ impl EtcdWitness {
         request: Option<WitnessRequest>,
     ) -> Result<Register, FleetError> {
         let key = self.fleet.prefix().key(&format!("sessions/{session}"));
-        let object = self.fleet.update(&key, |found: Option<&Session>| {
+        let object = self.fleet.decide(&key, |found: Option<&Session>| {
             let before = found.map_or(Register::Open, |session| session.register);
             let register = request.map_or(before, |request| before.after(request));
             (register != before).then_some(Session { register })

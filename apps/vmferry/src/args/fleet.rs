@@ -23,6 +23,7 @@ Examples:
   vmferry fleet init
   vmferry fleet status
   vmferry fleet guests --json
+  vmferry fleet watch
   vmferry fleet init --config ./daemon.toml --json
   vmferry fleet init --restored    # after etcd was restored from a backup")]
 pub struct FleetOptions {
@@ -50,6 +51,8 @@ pub enum FleetCommand {
     Hosts,
     /// Show the guests of all hosts.
     Guests,
+    /// Show hosts, guests and moves as they change, until interrupted.
+    Watch,
     /// Move a guest to another host, and show the progress.
     Move(MoveOptions),
     /// Cancel the migration of a guest; the guest stays on its host.

@@ -12,4 +12,5 @@ mod refused;
 #[path = "../support/mod.rs"]
 mod support;
 mod systemd;
+mod watch;
 mod witness;

@@ -1,6 +1,5 @@
 //! Leases: keys that etcd removes when their owner is not heard of any more.
 
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tonic::{Response, Status};
@@ -20,12 +19,12 @@ impl Etcd {
     /// # Errors
     /// No member answers.
     pub(crate) fn grant(&self, lasts: Duration) -> Result<LeaseId, EtcdError> {
-        let known = self.revision.load(Ordering::Relaxed);
+        let known = self.headers.revision();
         let seconds = i64::try_from(lasts.as_secs()).unwrap_or(i64::MAX).max(1);
         let request = LeaseGrantRequest { ttl: seconds, id: 0 };
         let answer =
             self.call(async |member| LeaseClient::new(member).lease_grant(request).await)?;
-        self.check(answer.header.as_ref(), known)?;
+        self.headers.check(answer.header.as_ref(), known)?;
         Ok(LeaseId(answer.id))
     }
 
@@ -34,7 +33,7 @@ impl Etcd {
     /// # Errors
     /// No member answers.
     pub(crate) fn keep_alive(&self, lease: LeaseId) -> Result<bool, EtcdError> {
-        let known = self.revision.load(Ordering::Relaxed);
+        let known = self.headers.revision();
         let request = LeaseKeepAliveRequest { id: lease.0 };
         let answer = self.call(async |member| {
             let one = tokio_stream::once(request);
@@ -42,7 +41,7 @@ impl Etcd {
             let answer = answers.message().await?;
             answer.map(Response::new).ok_or_else(|| Status::unavailable("it ended the stream"))
         })?;
-        self.check(answer.header.as_ref(), known)?;
+        self.headers.check(answer.header.as_ref(), known)?;
         Ok(answer.ttl > 0)
     }
 
@@ -51,10 +50,10 @@ impl Etcd {
     /// # Errors
     /// No member answers, or the lease has ended already.
     pub(crate) fn revoke(&self, lease: LeaseId) -> Result<(), EtcdError> {
-        let known = self.revision.load(Ordering::Relaxed);
+        let known = self.headers.revision();
         let request = LeaseRevokeRequest { id: lease.0 };
         let answer =
             self.call(async |member| LeaseClient::new(member).lease_revoke(request).await)?;
-        self.check(answer.header.as_ref(), known)
+        self.headers.check(answer.header.as_ref(), known)
     }
 }

@@ -1,23 +1,29 @@
 //! A client of etcd with deadlines. It asks one member after another, so that a dead one costs
 //! little.
 
+mod header;
 mod lease;
 mod transaction;
+mod watch;
 
 use std::future::Future;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
-use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::runtime::Runtime;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Code, Status};
 
+use self::header::Headers;
+pub use self::header::OtherData;
 pub(crate) use self::lease::LeaseId;
+use self::proto::RangeRequest;
 use self::proto::kv_client::KvClient;
-use self::proto::{RangeRequest, ResponseHeader};
 pub(crate) use self::transaction::{Outcome, Transaction, Value};
+pub use self::watch::Watch;
+pub(crate) use self::watch::Watched;
 
 /// etcd's messages.
 #[allow(missing_docs, clippy::all, clippy::pedantic, reason = "generated")]
@@ -34,6 +40,13 @@ const DEADLINE: Duration = Duration::from_secs(2);
 
 /// Keys that one answer has at most: an answer has at most 4 MiB, and an object a few kilobytes.
 const PAGE_KEYS: i64 = 200;
+
+/// How often a member is asked whether it lives while a watch waits for it. etcd ends connections
+/// that ask more often than each 5 s (`--grpc-keepalive-min-time`).
+const PING_PERIOD: Duration = Duration::from_secs(6);
+
+/// How long it may take to answer that.
+const PING_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Pause between two members, if the first one has failed at once.
 const PAUSE: Duration = Duration::from_millis(20);
@@ -126,17 +139,6 @@ pub enum EtcdError {
     },
 }
 
-/// etcd's data is not what it was.
-#[derive(Clone, Debug, thiserror::Error)]
-#[error(
-    "etcd's data was replaced or restored from a backup: {found} now, {known} before. Nothing in \
-     it decides about guests that were moving"
-)]
-pub struct OtherData {
-    known: String,
-    found: String,
-}
-
 /// A client. Its calls block the calling thread, for two seconds at most.
 #[derive(Debug)]
 pub struct Etcd {
@@ -144,12 +146,7 @@ pub struct Etcd {
     members: Vec<Channel>,
     /// The member that has answered last.
     preferred: AtomicUsize,
-    cluster: u64,
-    /// The highest revision that an answer had. A transaction's answer never has a lower one than
-    /// an answer before the question.
-    revision: AtomicI64,
-    /// Once this was found nothing is believed any more: the revision grows past the known one.
-    other_data: OnceLock<OtherData>,
+    headers: Arc<Headers>,
 }
 
 impl Etcd {
@@ -175,15 +172,12 @@ impl Etcd {
         if members.is_empty() {
             return Err(EtcdError::NoEndpoint);
         }
-        let (preferred, revision) = (AtomicUsize::new(0), AtomicI64::new(0));
-        let other_data = OnceLock::new();
-        let mut etcd = Self { runtime, members, preferred, cluster: 0, revision, other_data };
+        let (preferred, headers) = (AtomicUsize::new(0), Arc::default());
+        let mut etcd = Self { runtime, members, preferred, headers };
         let nothing = RangeRequest { key: vec![0], limit: 1, ..RangeRequest::default() };
         let answer =
             etcd.call(async |member| KvClient::new(member).range(nothing.clone()).await)?;
-        let header = answer.header.ok_or(EtcdError::BadAnswer { what: "header" })?;
-        etcd.cluster = header.cluster_id;
-        etcd.revision.store(header.revision, Ordering::Relaxed);
+        etcd.headers = Arc::new(Headers::of(answer.header.as_ref())?);
         Ok(etcd)
     }
 
@@ -191,7 +185,7 @@ impl Etcd {
     /// `--initial-cluster-token`.
     #[must_use]
     pub fn cluster(&self) -> u64 {
-        self.cluster
+        self.headers.cluster()
     }
 
     /// Does one transaction, also if an attempt of it may have taken effect already: it must be
@@ -200,10 +194,10 @@ impl Etcd {
     /// # Errors
     /// [`EtcdError::NoAnswer`]: it may or may not have been done.
     pub(crate) fn transact(&self, transaction: Transaction) -> Result<Outcome, EtcdError> {
-        let known = self.revision.load(Ordering::Relaxed);
+        let known = self.headers.revision();
         let request = transaction.into_request();
         let answer = self.call(async |member| KvClient::new(member).txn(request.clone()).await)?;
-        self.check(answer.header.as_ref(), known)?;
+        self.headers.check(answer.header.as_ref(), known)?;
         Outcome::of(answer)
     }
 
@@ -212,23 +206,18 @@ impl Etcd {
     /// # Errors
     /// No member answers.
     pub(crate) fn list(&self, prefix: &str) -> Result<Vec<(String, Value)>, EtcdError> {
-        let mut end = prefix.as_bytes().to_vec();
-        // A prefix ends with `/`, so the next key after all of its own is one byte higher.
-        if let Some(last) = end.last_mut() {
-            *last += 1;
-        }
         let mut request = RangeRequest {
             key: prefix.into(),
-            range_end: end,
+            range_end: end_of(prefix),
             limit: PAGE_KEYS,
             ..RangeRequest::default()
         };
         let mut found = Vec::new();
         loop {
-            let known = self.revision.load(Ordering::Relaxed);
+            let known = self.headers.revision();
             let answer =
                 self.call(async |member| KvClient::new(member).range(request.clone()).await)?;
-            self.check(answer.header.as_ref(), known)?;
+            self.headers.check(answer.header.as_ref(), known)?;
             let revision = answer.header.map_or(0, |header| header.revision);
             if request.revision == 0 {
                 request.revision = revision;
@@ -236,7 +225,7 @@ impl Etcd {
             let last = answer.kvs.last().map(|kv| kv.key.clone());
             for kv in answer.kvs {
                 let name = String::from_utf8_lossy(&kv.key).into_owned();
-                found.push((name, Value { bytes: kv.value, revision: kv.mod_revision }));
+                found.push((name, Value::from(kv)));
             }
             match last.filter(|_| answer.more) {
                 Some(mut last) => {
@@ -246,26 +235,6 @@ impl Etcd {
                 None => return Ok(found),
             }
         }
-    }
-
-    fn check(&self, header: Option<&ResponseHeader>, known: i64) -> Result<(), EtcdError> {
-        let header = header.ok_or(EtcdError::BadAnswer { what: "header" })?;
-        let of_cluster = |cluster: u64| format!("cluster {cluster:016x}");
-        let of_revision = |revision: i64| format!("revision {revision}");
-        let other = if header.cluster_id != self.cluster {
-            Some((of_cluster(self.cluster), of_cluster(header.cluster_id)))
-        } else {
-            let is_older = header.revision < known;
-            is_older.then(|| (of_revision(known), of_revision(header.revision)))
-        };
-        if let Some((known, found)) = other {
-            let _ = self.other_data.set(OtherData { known, found });
-        }
-        if let Some(other) = self.other_data.get() {
-            return Err(other.clone().into());
-        }
-        self.revision.fetch_max(header.revision, Ordering::Relaxed);
-        Ok(())
     }
 
     /// Asks the members in turn until one answers. The request must be one that may be repeated.
@@ -304,6 +273,15 @@ impl Etcd {
     }
 }
 
+/// The key after all that begin with `prefix`, which ends with `/`.
+fn end_of(prefix: &str) -> Vec<u8> {
+    let mut end = prefix.as_bytes().to_vec();
+    if let Some(last) = end.last_mut() {
+        *last += 1;
+    }
+    end
+}
+
 /// What a member's status says, with its causes: "transport error" alone helps nobody.
 fn chain(status: &Status) -> String {
     let mut text = status.message().to_owned();
@@ -334,7 +312,11 @@ fn is_final(status: &Status) -> bool {
 
 fn member(endpoint: &str, tls: Option<&EtcdTls>) -> Result<Channel, EtcdError> {
     let bad = |source| EtcdError::BadEndpoint { endpoint: endpoint.to_owned(), source };
-    let mut to = Endpoint::from_shared(endpoint.to_owned()).map_err(bad)?.connect_timeout(ATTEMPT);
+    let mut to = Endpoint::from_shared(endpoint.to_owned())
+        .map_err(bad)?
+        .connect_timeout(ATTEMPT)
+        .http2_keep_alive_interval(PING_PERIOD)
+        .keep_alive_timeout(PING_TIMEOUT);
     if let Some(EtcdTls { authority, certificate, key }) = tls {
         let config = ClientTlsConfig::new()
             .ca_certificate(Certificate::from_pem(authority))

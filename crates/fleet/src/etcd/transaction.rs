@@ -24,11 +24,17 @@ pub(crate) struct Value {
     pub(crate) revision: i64,
 }
 
+impl From<KeyValue> for Value {
+    fn from(kv: KeyValue) -> Self {
+        Self { bytes: kv.value, revision: kv.mod_revision }
+    }
+}
+
 /// What a transaction has done.
 #[derive(Debug)]
 pub(crate) enum Outcome {
-    /// Its comparisons held.
-    Done,
+    /// Its comparisons held, and it was done at this revision.
+    Done(i64),
     /// One did not. The values are those of [`Transaction::or_read`], in the order of the calls.
     Otherwise(Vec<Option<Value>>),
 }
@@ -85,11 +91,12 @@ impl Transaction {
 impl Outcome {
     pub(super) fn of(answer: TxnResponse) -> Result<Self, EtcdError> {
         if answer.succeeded {
-            return Ok(Self::Done);
+            return Ok(Self::Done(answer.header.map_or(0, |header| header.revision)));
         }
-        let value = |kv: KeyValue| Value { bytes: kv.value, revision: kv.mod_revision };
         let values = answer.responses.into_iter().map(|response| match response.response {
-            Some(Response::ResponseRange(range)) => Ok(range.kvs.into_iter().next().map(value)),
+            Some(Response::ResponseRange(range)) => {
+                Ok(range.kvs.into_iter().next().map(Value::from))
+            }
             _ => Err(EtcdError::BadAnswer { what: "value" }),
         });
         Ok(Self::Otherwise(values.collect::<Result<_, _>>()?))

@@ -4,6 +4,7 @@ pub mod config;
 mod init;
 mod moving;
 mod show;
+mod watch;
 pub mod witness;
 
 use crate::args::{FleetCommand, FleetOptions};
@@ -23,5 +24,6 @@ pub fn run(options: &FleetOptions, output: &Output) -> Result<(), Failure> {
         FleetCommand::Status => show::status(&table.join()?, output),
         FleetCommand::Hosts => show::hosts(&table.join()?, output),
         FleetCommand::Guests => show::guests(&table.join()?, output),
+        FleetCommand::Watch => watch::run(&table.join()?, output),
     }
 }

@@ -1,6 +1,7 @@
 //! `vmferry fleet move`, `cancel`, `cordon` and `uncordon`.
 
 use std::collections::BTreeMap;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use bytesize::ByteSize;
@@ -17,8 +18,8 @@ use crate::args::MoveOptions;
 use crate::exit::{Code, Failure};
 use crate::output::Output;
 
-/// How often a migration is looked at.
-const PERIOD: Duration = Duration::from_millis(200);
+/// How long changes are waited for before etcd is asked.
+const ASK_PERIOD: Duration = Duration::from_secs(2);
 
 /// How often its progress is a line for people.
 const PROGRESS_PERIOD: Duration = Duration::from_secs(2);
@@ -115,16 +116,29 @@ fn find<'a>(hosts: &'a [HostView], wanted: &str) -> Result<(&'a HostView, &'a Gu
 
 /// Shows the progress until the migration is over.
 fn follow(fleet: &Fleet, mut last: Migration, output: &Output) -> Result<(), Failure> {
+    let (changed, changes) = channel();
+    let _watch = fleet.follow_migrations(move || {
+        // The command ends.
+        let _ = changed.send(());
+    });
     let (mut told, mut is_silent) = (Instant::now(), false);
     loop {
-        let now = match fleet.change_migration(&last, |_| None) {
-            Err(FleetError::Etcd(EtcdError::NoAnswer { .. })) => {
-                if !std::mem::replace(&mut is_silent, true) {
-                    output.note("etcd does not answer; the migration goes on meanwhile");
-                }
-                continue;
+        let now = match changes.recv_timeout(ASK_PERIOD) {
+            Ok(()) => {
+                let mut all = fleet.followed_migrations().into_iter().flatten();
+                let uuid = last.guest.uuid.to_string();
+                let ours = all.find(|view| view.guest == uuid).map(|view| view.migration);
+                ours.transpose().map_err(FleetError::from)?.filter(|now| now.id == last.id)
             }
-            now => now?,
+            Err(_) => match fleet.change_migration(&last, |_| None) {
+                Err(FleetError::Etcd(EtcdError::NoAnswer { .. })) => {
+                    if !std::mem::replace(&mut is_silent, true) {
+                        output.note("etcd does not answer; the migration goes on meanwhile");
+                    }
+                    continue;
+                }
+                now => now?,
+            },
         };
         is_silent = false;
         let Some(now) = now else {
@@ -163,8 +177,6 @@ fn follow(fleet: &Fleet, mut last: Migration, output: &Output) -> Result<(), Fai
             }
             _ => {}
         }
-        // A step of an agent causes no wake-up here.
-        std::thread::sleep(PERIOD);
     }
 }
 

@@ -138,7 +138,7 @@ fn host(view: &HostView) -> Value {
     shown
 }
 
-fn state(view: &HostView) -> String {
+pub fn state(view: &HostView) -> String {
     let heard = if view.presence.is_some() { "present" } else { "not heard" };
     let cordoned = if view.orders.cordoned { ", cordoned" } else { "" };
     format!("{heard}{cordoned}")
@@ -185,6 +185,6 @@ fn human(bytes: u64) -> String {
     ByteSize(bytes).to_string()
 }
 
-fn word(value: &Value) -> String {
+pub fn word(value: &Value) -> String {
     value.as_str().unwrap_or_default().to_owned()
 }

@@ -1,41 +1,78 @@
-//! The agent's view of its daemon, at the other end of standard input.
+//! What the agent waits for: its daemon, at the other end of standard input, and changes in the
+//! fleet.
 
 use std::cell::Cell;
 use std::io::{BufRead, BufReader};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use crate::exit::Failure;
 
 /// The daemon. It writes the number of each list of admitted guests that it uses.
 pub struct Parent {
-    heard: Receiver<u64>,
+    heard: Receiver<Heard>,
+    wakes: Sender<Heard>,
     /// The last number that it wrote.
     number: Cell<u64>,
     /// The number of the last list that it was sent.
     sent: Cell<u64>,
+    has_ended: Cell<bool>,
+    /// Something has changed since the last [`rest`](Self::rest).
+    has_changed: Cell<bool>,
+}
+
+enum Heard {
+    Used(u64),
+    DaemonEnded,
+    Changed,
+}
+
+/// How a wait has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rested {
+    /// The time is over.
+    Fully,
+    /// Something has changed before.
+    Changed,
+    /// The daemon has ended.
+    DaemonEnded,
 }
 
 impl Parent {
     /// Listens to the daemon.
     pub fn listen() -> Result<Self, Failure> {
-        let (lines, heard) = channel();
+        let (wakes, heard) = channel();
+        let daemon = wakes.clone();
         std::thread::Builder::new().name("daemon".into()).spawn(move || {
-            for line in BufReader::new(std::io::stdin()).lines() {
-                let Ok(line) = line else { return };
-                if let Ok(number) = line.parse()
-                    && lines.send(number).is_err()
-                {
-                    return;
-                }
+            let lines = BufReader::new(std::io::stdin()).lines();
+            for number in lines.map_while(Result::ok).filter_map(|line| line.parse().ok()) {
+                // It is not heard any more once the agent ends.
+                let _ = daemon.send(Heard::Used(number));
             }
+            let _ = daemon.send(Heard::DaemonEnded);
         })?;
-        Ok(Self { heard, number: Cell::new(0), sent: Cell::new(0) })
+        let (number, sent) = (Cell::new(0), Cell::new(0));
+        let (has_ended, has_changed) = (Cell::new(false), Cell::new(false));
+        Ok(Self { heard, wakes, number, sent, has_ended, has_changed })
     }
 
-    /// Waits for this time. Returns whether the daemon has ended.
-    pub fn ends_within(&self, time: Duration) -> bool {
-        self.wait(time, |_| false)
+    /// Ends the agent's next or present [`rest`](Self::rest), from any thread.
+    pub fn waker(&self) -> impl Fn() + Clone + Send + Sync + 'static {
+        let wakes = self.wakes.clone();
+        move || {
+            // An agent that ends needs no wake-up.
+            let _ = wakes.send(Heard::Changed);
+        }
+    }
+
+    /// Waits until this moment, or something has changed, or the daemon has ended.
+    pub fn rest(&self, until: Instant) -> Rested {
+        self.wait(until, || self.has_changed.get());
+        match () {
+            () if self.has_ended.get() => Rested::DaemonEnded,
+            () if self.has_changed.replace(false) => Rested::Changed,
+            () => Rested::Fully,
+        }
     }
 
     /// The number of the next list of admitted guests.
@@ -46,20 +83,27 @@ impl Parent {
 
     /// Waits until the daemon uses a list, for this time at most.
     pub fn uses(&self, number: u64, time: Duration) -> bool {
-        self.wait(time, |last| last >= number);
+        self.wait(Instant::now() + time, || self.number.get() >= number);
         self.number.get() >= number
     }
 
-    /// Waits until it has written such a number, or has ended. Returns whether it has ended.
-    fn wait(&self, time: Duration, is_enough: impl Fn(u64) -> bool) -> bool {
-        let until = Instant::now() + time;
-        while !is_enough(self.number.get()) {
+    /// Waits until `is_enough`, or the daemon has ended.
+    fn wait(&self, until: Instant, is_enough: impl Fn() -> bool) {
+        // All that was heard already is one change.
+        self.heard.try_iter().for_each(|heard| self.note(heard));
+        while !is_enough() && !self.has_ended.get() {
             match self.heard.recv_timeout(until.saturating_duration_since(Instant::now())) {
-                Ok(number) => self.number.set(number),
-                Err(RecvTimeoutError::Timeout) => return false,
-                Err(RecvTimeoutError::Disconnected) => return true,
+                Ok(heard) => self.note(heard),
+                Err(_) => return,
             }
         }
-        false
+    }
+
+    fn note(&self, heard: Heard) {
+        match heard {
+            Heard::Used(number) => self.number.set(number),
+            Heard::DaemonEnded => self.has_ended.set(true),
+            Heard::Changed => self.has_changed.set(true),
+        }
     }
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use vmferry::probe::HostFacts;
@@ -14,7 +14,7 @@ use vmferry_fleet::{EtcdWitness, FleetError, Host, HostName, Membership};
 use super::guests::{self, Found};
 use super::host;
 use super::mover::Mover;
-use super::parent::Parent;
+use super::parent::{Parent, Rested};
 use super::qemus::Qemus;
 use super::reports::Reports;
 use crate::args::AgentOptions;
@@ -98,7 +98,7 @@ impl Agent<'_> {
                 }
             }
             // It is not told when etcd serves again.
-            if self.daemon.ends_within(RETRY_PERIOD) {
+            if self.daemon.rest(Instant::now() + RETRY_PERIOD) == Rested::DaemonEnded {
                 return Ok(());
             }
         }
@@ -134,38 +134,42 @@ impl Agent<'_> {
         Ok(self.follow(member, reports, mover))
     }
 
-    /// Publishes what this host is and has, and reports what its journals say.
+    /// Publishes what this host is and has, reports what its journals say, and moves guests.
     fn follow(&self, mut member: Membership, mut reports: Reports, mut mover: Mover) -> Left {
-        let mut problem = String::new();
-        for turn in 1_u32.. {
-            let reported = reports.turn(&mut |event, message| self.tell(event, message));
-            let published = self.publish(&mut member, turn);
-            // An object that can't be read keeps nothing else from going on.
-            let done = match published {
-                Ok(()) | Err(FleetError::Object(_)) => {
-                    let tell = &mut |event, message: &str| self.tell(event, message);
-                    published.and(mover.turn(member.fleet(), tell))
-                }
-                failed => failed,
-            };
-            match done {
-                Err(error) if error.is_lasting() => return Left::Failed(error.into()),
-                done => {
-                    let failed = reported.and(done.map_err(Failure::from)).err();
-                    let now = failed.map_or_else(String::new, |failure| failure.to_string());
-                    if now != problem && !now.is_empty() {
-                        self.tell(json!({ "event": "fleet-silent" }), &now);
-                    }
-                    problem = now;
-                }
+        let _watch = member.fleet().follow_migrations(self.daemon.waker());
+        let (mut turn, mut next) = (0, Instant::now());
+        let (mut told, mut reported, mut published) = (None, None, None);
+        loop {
+            if Instant::now() >= next {
+                turn += 1;
+                let done = reports.turn(&mut |event, message| self.tell(event, message));
+                reported = done.err().map(|failure| failure.to_string());
+                published = self.publish(&mut member, turn).err();
+                next = Instant::now() + PERIOD;
             }
-            if self.daemon.ends_within(PERIOD) {
+            let mut moved = None;
+            // An object that can't be read keeps nothing else from going on.
+            if matches!(published, None | Some(FleetError::Object(_))) {
+                let tell = &mut |event, message: &str| self.tell(event, message);
+                moved = mover.turn(member.fleet(), tell).err();
+            }
+            let is_lasting = |error: &mut FleetError| error.is_lasting();
+            if let Some(error) = published.take_if(is_lasting).or(moved.take_if(is_lasting)) {
+                return Left::Failed(error.into());
+            }
+            let words = |error: &FleetError| vmferry::chain(error);
+            let problem = published.as_ref().or(moved.as_ref()).map(words);
+            let problem = reported.clone().or(problem);
+            if let Some(problem) = problem.as_ref().filter(|_| problem != told) {
+                self.tell(json!({ "event": "fleet-silent" }), problem);
+            }
+            told = problem;
+            if self.daemon.rest(next) == Rested::DaemonEnded {
                 // Otherwise the host counts as present until its lease ends.
                 let _ = member.end();
                 return Left::DaemonEnded;
             }
         }
-        unreachable!("turns never end")
     }
 
     fn publish(&self, member: &mut Membership, turn: u32) -> Result<(), FleetError> {

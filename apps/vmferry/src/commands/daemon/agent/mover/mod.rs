@@ -66,7 +66,8 @@ impl Mover {
             }
         };
         let mut ours = Vec::new();
-        for view in fleet.migrations()? {
+        // None before they were read.
+        for view in fleet.followed_migrations().into_iter().flatten() {
             match view.migration {
                 Ok(migration) => ours.push(migration),
                 Err(error) => note(Err(error.into())),

@@ -64,11 +64,13 @@ pub enum End {
 
 impl Sender {
     /// The process of a migration, which is started by `command` unless an earlier agent has done
-    /// that. `directory` is the same for all agents of this host.
+    /// that. `directory` is the same for all agents of this host. `ended` is called when a process
+    /// has ended that this agent has started.
     pub fn begin(
         directory: &Path,
         migration: Uuid,
         command: impl FnOnce() -> Result<Command, Failure>,
+        ended: impl FnOnce() + Send + 'static,
     ) -> Result<Self, Failure> {
         DirBuilder::new().recursive(true).mode(0o700).create(directory)?;
         let path = directory.join(format!("{migration}.out"));
@@ -81,7 +83,7 @@ impl Sender {
             locked => locked.map_err(io::Error::from)?,
         }
         if file.metadata()?.len() == 0 {
-            start(command()?, file)?;
+            start(command()?, file, ended)?;
         }
         Ok(sender)
     }
@@ -154,11 +156,18 @@ impl Said {
     }
 }
 
-fn start(mut command: Command, output: File) -> io::Result<()> {
+fn start(
+    mut command: Command,
+    output: File,
+    ended: impl FnOnce() + Send + 'static,
+) -> io::Result<()> {
     let mut child = command.stdin(Stdio::null()).stdout(output).spawn()?;
-    // Its end is seen by the lock. The thread only takes its status, so that it does not stay in
-    // the list of processes.
-    std::thread::Builder::new().name("sender".into()).spawn(move || child.wait()).map(drop)
+    // That it has ended is decided by the lock.
+    let waits = move || {
+        let _ = child.wait();
+        ended();
+    };
+    std::thread::Builder::new().name("sender".into()).spawn(waits).map(drop)
 }
 
 #[cfg(test)]
@@ -194,7 +203,7 @@ mod tests {
              echo '{{\"downtime_ms\":7.5}}'",
             SessionId([3; 16])
         );
-        let mut first = Sender::begin(&path, id, shell(&script)).unwrap();
+        let mut first = Sender::begin(&path, id, shell(&script), || {}).unwrap();
         let deadline = Instant::now() + Duration::from_secs(60);
         while first.said.session.is_none() {
             assert!(!first.listen().unwrap() && Instant::now() < deadline, "{first:?}");
@@ -202,7 +211,7 @@ mod tests {
             std::thread::sleep(Duration::from_millis(5));
         }
         // The next agent.
-        let mut second = Sender::begin(&path, id, shell("echo '{\"ok\":false}'")).unwrap();
+        let mut second = Sender::begin(&path, id, shell("echo '{\"ok\":false}'"), || {}).unwrap();
         assert!(second.lives());
         std::fs::write(&pipe, "").unwrap();
         ended(&mut second);
@@ -227,7 +236,7 @@ mod tests {
         std::fs::write(directory.path().join(format!("{id}.out")), "").unwrap();
         let failed = r#"{"ok":false,"error":{"code":"cancelled","message":"no"}}"#;
         let script = format!("echo '{failed}'");
-        let mut sender = Sender::begin(directory.path(), id, shell(&script)).unwrap();
+        let mut sender = Sender::begin(directory.path(), id, shell(&script), || {}).unwrap();
         ended(&mut sender);
         let end = End::Failed { code: "cancelled".into(), message: "no".into() };
         assert_eq!(sender.said.end, Some(end));
@@ -237,7 +246,7 @@ mod tests {
     fn process_that_was_killed_has_no_last_word() {
         let directory = tempfile::tempdir().unwrap();
         let id = Uuid::from_bytes([3; 16]);
-        let mut sender = Sender::begin(directory.path(), id, shell("kill -9 $$")).unwrap();
+        let mut sender = Sender::begin(directory.path(), id, shell("kill -9 $$"), || {}).unwrap();
         ended(&mut sender);
         assert_eq!(sender.said, Said::default());
     }

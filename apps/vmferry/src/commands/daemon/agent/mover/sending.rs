@@ -34,7 +34,7 @@ impl Mover {
                 return Ok(());
             }
             let command = || self.command(fleet, migration, address);
-            match Sender::begin(&self.moves(), migration.id, command) {
+            match Sender::begin(&self.moves(), migration.id, command, self.daemon.waker()) {
                 Ok(sender) => drop(self.senders.insert(migration.id, sender)),
                 Err(failure) => return self.fail(fleet, migration, failure.to_string(), tell),
             }
