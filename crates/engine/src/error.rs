@@ -218,6 +218,15 @@ pub enum MigrateError {
         /// Why the last request failed, if it did.
         source: Option<VmError>,
     },
+    /// The witness has no register for the session, which begins.
+    #[error("the witness {witness} could not open a register for this session")]
+    NotOpened {
+        /// The witness.
+        witness: WitnessId,
+        /// Why.
+        #[source]
+        source: VmError,
+    },
     /// The witness has refused the destination's claim.
     #[error("the witness {witness} refuses the guest to this host: {}", refusal(*.register))]
     ClaimRefused {
@@ -358,6 +367,7 @@ impl MigrateError {
             Self::LinkLost { .. }
             | Self::TimedOut { .. }
             | Self::TakenBack { .. }
+            | Self::NotOpened { .. }
             | Self::ClaimUnanswered { .. }
             | Self::ClaimRefused { .. } => ErrorClass::LinkLost,
             Self::NotConverging(_) | Self::PauseTooLong { .. } => ErrorClass::NotConverging,
@@ -397,6 +407,7 @@ impl MigrateError {
             Self::TimedOut { .. }
             | Self::LinkLost { .. }
             | Self::TakenBack { .. }
+            | Self::NotOpened { .. }
             | Self::ClaimUnanswered { .. }
             | Self::ClaimRefused { .. } => ReasonCode::TimedOut,
             Self::DigestMismatch { .. } | Self::VerifyMismatch { .. } => ReasonCode::DigestMismatch,
@@ -432,6 +443,7 @@ fn refusal(register: Register) -> &'static str {
     match register {
         Register::TakenBack => "the source could not reach this host, and has taken the guest back",
         Register::Freed => "the source's host was fenced, and its guests were freed",
+        Register::Unopened => "it has no register for the session: was its data edited?",
         _ => "the session was decided before",
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crossbeam_channel::Sender;
 pub use vmferry_handover::{BadWitnessId, Register, WitnessId, WitnessRequest};
-use vmferry_handover::{SessionId, VmError};
+use vmferry_handover::{GuestIdentity, SessionId, VmError};
 
 use crate::error::MigrateError;
 
@@ -19,8 +19,16 @@ pub trait Witness: Debug + Send + Sync {
     /// answers no question that was meant for the old one.
     fn id(&self) -> WitnessId;
 
+    /// Opens the register of a session that begins ([`WitnessRequest::Open`]), and returns it. The
+    /// guest's identity is kept with it, so that an operator finds the sessions of a guest. Blocks
+    /// for a second or two at most.
+    ///
+    /// # Errors
+    /// There was no answer. The session is refused then.
+    fn open(&self, session: SessionId, guest: &GuestIdentity) -> Result<Register, VmError>;
+
     /// The session's register after `request`, or as it is. A session without a register is
-    /// [`Register::Open`]. Blocks for a second or two at most. Called from threads of the engine,
+    /// [`Register::Unopened`]. Blocks for a second or two at most. Called from threads of the engine,
     /// also from several at once.
     ///
     /// # Errors

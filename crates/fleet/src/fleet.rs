@@ -105,6 +105,15 @@ pub enum FleetError {
         /// The name.
         name: HostName,
     },
+    /// The host was declared lost.
+    #[error(
+        "host {name} was fenced and declared lost: its guests may run elsewhere. Make sure that \
+         none of them runs there, then readmit the host"
+    )]
+    DeclaredLost {
+        /// The name.
+        name: HostName,
+    },
     /// The guest is on its way already.
     #[error("guest {guest} is being moved to {destination} already: wait, or cancel that")]
     MigrationUnderWay {
@@ -122,13 +131,13 @@ pub enum FleetError {
 }
 
 impl FleetError {
-    /// Whether etcd has another fleet than the one that was joined, or none, or another host has
-    /// this one's name.
+    /// Whether etcd has another fleet than the one that was joined, or none, or this host is not
+    /// one of it any more.
     #[must_use]
     pub fn is_lasting(&self) -> bool {
         let other = matches!(self, Self::Etcd(EtcdError::OtherData(_)));
         let gone = matches!(self, Self::Missing { .. } | Self::OtherIncarnation { .. });
-        other || gone || matches!(self, Self::NameTaken { .. })
+        other || gone || matches!(self, Self::NameTaken { .. } | Self::DeclaredLost { .. })
     }
 }
 

@@ -10,6 +10,7 @@ use vmferry::probe::HostFacts;
 use crate::etcd::Watch;
 use crate::fleet::{Fleet, FleetError};
 use crate::guest::Guest;
+use crate::loss::Loss;
 use crate::object::{BadObject, Kind, Object};
 
 /// Where hosts are, below the fleet's prefix.
@@ -135,6 +136,9 @@ pub struct HostOrders {
     /// No guest is sent there unless an operator names the host.
     #[serde(default)]
     pub cordoned: bool,
+    /// The host was fenced and declared lost.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lost: Option<Loss>,
 }
 
 impl Kind for HostOrders {
@@ -233,6 +237,15 @@ impl Fleet {
     /// etcd does not answer, or it can't be read.
     pub fn host(&self, name: &HostName) -> Result<Option<Host>, FleetError> {
         self.update(&self.prefix().key(&name.key("self")), |_: Option<&Host>| None)
+    }
+
+    /// What is ordered about a host.
+    ///
+    /// # Errors
+    /// etcd does not answer, or it can't be read.
+    pub fn orders(&self, name: &HostName) -> Result<HostOrders, FleetError> {
+        let key = self.prefix().key(&format!("{ORDERS}{name}"));
+        Ok(self.update(&key, |_: Option<&HostOrders>| None)?.unwrap_or_default())
     }
 
     /// Changes what is ordered about a host. Returns whether that was a change.

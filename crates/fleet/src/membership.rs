@@ -39,6 +39,7 @@ impl Membership {
         let presence = Presence { instance: host.instance, memory_available_bytes: None };
         let guests = BTreeMap::new();
         let mut member = Self { fleet, name, lease, presence, host, guests };
+        member.check()?;
         member.check_name()?;
         member.publish_presence()?;
         member.publish_host()?;
@@ -50,6 +51,17 @@ impl Membership {
     #[must_use]
     pub fn fleet(&self) -> &Fleet {
         &self.fleet
+    }
+
+    /// Checks that the fleet is still the same, and that this host was not declared lost.
+    ///
+    /// # Errors
+    /// It is not the same, it was declared lost, or etcd does not answer.
+    pub fn check(&self) -> Result<(), FleetError> {
+        match self.fleet.orders(&self.name)?.lost {
+            Some(_) => Err(FleetError::DeclaredLost { name: self.name.clone() }),
+            None => Ok(()),
+        }
     }
 
     /// Says that the host is there. To be called every few seconds.

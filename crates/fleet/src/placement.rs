@@ -89,6 +89,9 @@ fn look(
     }
     let host = view.host.as_ref().map_err(|error| format!("can't be read: {error}"))?;
     let Some(presence) = &view.presence else { return Err("is not heard".to_owned()) };
+    if view.orders.lost.is_some() {
+        return Err("was declared lost".to_owned());
+    }
     if view.orders.cordoned && needs.host.is_none() {
         return Err("is cordoned".to_owned());
     }

@@ -3,24 +3,35 @@
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use uuid::Uuid;
 use vmferry::witness::{Register, Witness, WitnessId, WitnessRequest};
-use vmferry_handover::{SessionId, VmError};
+use vmferry_handover::{GuestIdentity, SessionId, VmError};
 
+use crate::etcd::Value;
 use crate::fleet::{Fleet, FleetError};
-use crate::object::Kind;
+use crate::host::HostName;
+use crate::object::{Kind, Object};
 
-/// A witness whose registers are keys `PREFIX/sessions/SESSION` of a fleet. A key that is not there
-/// is an open register, so a claim is one transaction.
+/// Where sessions are, below the fleet's prefix.
+const DIRECTORY: &str = "sessions/";
+
+/// A witness whose registers are keys `PREFIX/sessions/SESSION` of a fleet.
 #[derive(Debug)]
 pub struct EtcdWitness {
     fleet: Arc<Fleet>,
     id: WitnessId,
+    /// The host whose processes ask.
+    host: HostName,
 }
 
 /// The object of a session.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-struct Session {
-    register: Register,
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Session {
+    pub(crate) register: Register,
+    /// The guest.
+    pub(crate) guest: Uuid,
+    /// The host that opened the session.
+    pub(crate) destination: HostName,
 }
 
 impl Kind for Session {
@@ -29,30 +40,47 @@ impl Kind for Session {
 }
 
 impl EtcdWitness {
-    /// The witness of a fleet. Its name has the number of the etcd cluster and the fleet's prefix
-    /// and incarnation.
+    /// The witness of a fleet, for the processes of a host. Its name has the number of the etcd
+    /// cluster and the fleet's prefix and incarnation.
     ///
     /// # Panics
     /// Never: a prefix is short enough.
     #[must_use]
-    pub fn new(fleet: Arc<Fleet>) -> Self {
+    pub fn new(fleet: Arc<Fleet>, host: HostName) -> Self {
         let (cluster, incarnation) = (fleet.cluster(), fleet.incarnation().simple());
         let name = format!("etcd {cluster:016x} {} {incarnation}", fleet.prefix());
-        Self { id: WitnessId::new(&name).expect("the name is short and printable"), fleet }
+        let id = WitnessId::new(&name).expect("the name is short and printable");
+        Self { fleet, id, host }
+    }
+}
+
+impl Fleet {
+    /// All sessions, with the revision of each one's last change.
+    pub(crate) fn sessions(&self) -> Result<Vec<(String, Session, i64)>, FleetError> {
+        let found = self.etcd().list(&self.prefix().key(DIRECTORY))?;
+        let session = |(key, value): (String, Value)| {
+            let session = Object::<Session>::decode(&key, &value.bytes)?.value;
+            Ok((key, session, value.revision))
+        };
+        found.into_iter().map(session).collect()
     }
 
-    fn register(
+    /// The register of the session at `key` after a request. One that was never opened stays so.
+    pub(crate) fn ask(
         &self,
-        session: SessionId,
+        key: &str,
         request: Option<WitnessRequest>,
     ) -> Result<Register, FleetError> {
-        let key = self.fleet.prefix().key(&format!("sessions/{session}"));
-        let object = self.fleet.decide(&key, |found: Option<&Session>| {
-            let before = found.map_or(Register::Open, |session| session.register);
-            let register = request.map_or(before, |request| before.after(request));
-            (register != before).then_some(Session { register })
+        let object = self.decide(key, |found: Option<&Session>| {
+            let (found, request) = (found?, request?);
+            let register = found.register.after(request);
+            (register != found.register).then(|| Session { register, ..found.clone() })
         })?;
-        Ok(object.map_or(Register::Open, |session| session.register))
+        Ok(object.map_or(Register::Unopened, |session| session.register))
+    }
+
+    fn session_key(&self, session: SessionId) -> String {
+        self.prefix().key(&format!("{DIRECTORY}{session}"))
     }
 }
 
@@ -61,11 +89,22 @@ impl Witness for EtcdWitness {
         self.id.clone()
     }
 
+    fn open(&self, session: SessionId, guest: &GuestIdentity) -> Result<Register, VmError> {
+        let register = Register::Unopened.after(WitnessRequest::Open);
+        let (guest, destination) = (guest.uuid, self.host.clone());
+        let opened = Session { register, guest, destination };
+        let object =
+            self.fleet.decide(&self.fleet.session_key(session), |found: Option<&Session>| {
+                found.is_none().then(|| opened.clone())
+            })?;
+        Ok(object.map_or(Register::Unopened, |session| session.register))
+    }
+
     fn ask(
         &self,
         session: SessionId,
         request: Option<WitnessRequest>,
     ) -> Result<Register, VmError> {
-        Ok(self.register(session, request)?)
+        Ok(self.fleet.ask(&self.fleet.session_key(session), request)?)
     }
 }

@@ -89,6 +89,9 @@ fn host_that_is_not_there_gets_no_order() {
     let etcd = EtcdCluster::start(1);
     let fleet = fleet(&etcd);
     let host = HostName::new("a").unwrap();
-    let error = fleet.order(&host, |_| HostOrders { cordoned: true }).unwrap_err().to_string();
+    let error = fleet
+        .order(&host, |_| HostOrders { cordoned: true, ..HostOrders::default() })
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("the fleet at /f has no host a"), "{error}");
 }

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use vmferry::witness::{Register, Witness, WitnessRequest};
 use vmferry_etcd_lab::{EtcdCluster, RestoredToken};
-use vmferry_fleet::{Etcd, EtcdConfig, EtcdTls, EtcdWitness, Fleet, FleetPrefix};
-use vmferry_handover::{SessionId, SessionWord};
+use vmferry_fleet::{Etcd, EtcdConfig, EtcdTls, EtcdWitness, Fleet, FleetPrefix, HostName};
+use vmferry_handover::{GuestIdentity, SessionId, SessionWord};
 
 fn config(cluster: &EtcdCluster, client: &Path) -> EtcdConfig {
     let tls = Some(EtcdTls::read(client).unwrap());
@@ -30,7 +30,28 @@ fn cluster(members: u16) -> EtcdCluster {
 }
 
 fn joined(cluster: &EtcdCluster) -> EtcdWitness {
-    EtcdWitness::new(Arc::new(Fleet::join(connect(cluster), prefix()).unwrap()))
+    EtcdWitness::new(Arc::new(Fleet::join(connect(cluster), prefix()).unwrap()), host())
+}
+
+fn host() -> HostName {
+    HostName::new("host-b").unwrap()
+}
+
+fn guest() -> GuestIdentity {
+    GuestIdentity { uuid: uuid::Uuid::from_bytes([9; 16]), name: "web".into() }
+}
+
+/// A session that has begun.
+fn opened(witness: &EtcdWitness) -> SessionId {
+    let session = fresh_session();
+    for _ in 0..60 {
+        // etcd may be electing a leader.
+        if let Ok(register) = witness.open(session, &guest()) {
+            assert_eq!(register, Register::Open);
+            return session;
+        }
+    }
+    panic!("etcd does not answer");
 }
 
 /// A session that no other call has returned.
@@ -62,7 +83,7 @@ fn of_a_claim_and_a_take_back_at_the_same_time_one_succeeds() {
     assert_eq!(source.id(), destination.id());
     let (mut claimed, mut taken_back) = (0, 0);
     for _ in 0..60 {
-        let session = fresh_session();
+        let session = opened(&destination);
         let (claim, take_back) = std::thread::scope(|scope| {
             let claim = scope.spawn(|| destination.ask(session, Some(WitnessRequest::Claim)));
             let take_back = source.ask(session, Some(WitnessRequest::TakeBack)).unwrap();
@@ -84,7 +105,12 @@ fn register_goes_its_way_and_keeps_unknown_members() {
     let cluster = cluster(1);
     let witness = joined(&cluster);
     let session = fresh_session();
-    assert_eq!(witness.ask(session, None).unwrap(), Register::Open);
+    // Nobody can decide a session that has not begun, or whose key was removed.
+    for request in [None, Some(WitnessRequest::Claim), Some(WitnessRequest::TakeBack)] {
+        assert_eq!(witness.ask(session, request).unwrap(), Register::Unopened);
+    }
+    assert_eq!(witness.open(session, &guest()).unwrap(), Register::Open);
+    assert_eq!(witness.open(session, &guest()).unwrap(), Register::Open);
     for (request, register) in [
         (WitnessRequest::Claim, Register::Claimed),
         (WitnessRequest::Claim, Register::Claimed),
@@ -103,26 +129,33 @@ fn register_goes_its_way_and_keeps_unknown_members() {
         }
     }
     let text = cluster.etcdctl_ok(&["get", "--print-value-only", &key(session)]);
-    assert_eq!(text.trim(), r#"{"version":1,"register":"owns","later":1}"#);
+    let guest = guest().uuid;
+    let expected = format!(
+        r#"{{"version":1,"register":"owns","guest":"{guest}","destination":"host-b","later":1}}"#
+    );
+    assert_eq!(text.trim(), expected);
+    cluster.etcdctl_ok(&["del", &key(session)]);
+    let request = Some(WitnessRequest::TakeBack);
+    assert_eq!(witness.ask(session, request).unwrap(), Register::Unopened);
 }
 
 #[test]
 fn witness_answers_while_most_members_run_and_never_afterward() {
     let mut cluster = cluster(3);
     let witness = joined(&cluster);
-    let first = fresh_session();
+    let first = opened(&witness);
     assert_eq!(witness.ask(first, Some(WitnessRequest::Claim)).unwrap(), Register::Claimed);
     // One is killed, or silent.
     cluster.kill(0);
-    let second = answered(&witness, fresh_session(), WitnessRequest::TakeBack);
+    let second = answered(&witness, opened(&witness), WitnessRequest::TakeBack);
     assert_eq!(second, Register::TakenBack);
     cluster.restart(0);
     cluster.wait_for(0);
     cluster.stop(1);
-    assert_eq!(answered(&witness, fresh_session(), WitnessRequest::Free), Register::Freed);
+    assert_eq!(answered(&witness, opened(&witness), WitnessRequest::Free), Register::Freed);
     // The third is alone.
+    let late = opened(&witness);
     cluster.kill(0);
-    let late = fresh_session();
     let text = problem(witness.ask(late, Some(WitnessRequest::Claim)));
     assert!(text.contains("no member of etcd answered within"), "{text}");
     cluster.resume(1);
@@ -149,7 +182,7 @@ fn request_whose_answer_is_lost_is_decided_once() {
     let cluster = cluster(1);
     let (source, destination) = (joined(&cluster), joined(&cluster));
     for _ in 0..3 {
-        let session = fresh_session();
+        let session = opened(&destination);
         // It is silent from before the request until after its deadline.
         cluster.stop(0);
         problem(destination.ask(session, Some(WitnessRequest::Claim)));
@@ -165,7 +198,7 @@ fn restored_cluster_decides_nothing() {
     let mut cluster = cluster(1);
     let snapshot = cluster.snapshot();
     let before = joined(&cluster);
-    let session = fresh_session();
+    let session = opened(&before);
     assert_eq!(before.ask(session, Some(WitnessRequest::Claim)).unwrap(), Register::Claimed);
 
     // With its own token the restored cluster has another number.
@@ -177,7 +210,7 @@ fn restored_cluster_decides_nothing() {
 
     // With the same token it has the same number. Its revisions are lower at first.
     let claim = Some(WitnessRequest::Claim);
-    assert_eq!(after.ask(fresh_session(), claim).unwrap(), Register::Claimed);
+    assert_eq!(after.ask(opened(&after), claim).unwrap(), Register::Claimed);
     cluster.restore(&snapshot, RestoredToken::Same);
     for _ in 0..4 {
         let text = problem(after.ask(fresh_session(), claim));
@@ -190,7 +223,8 @@ fn restored_cluster_decides_nothing() {
     let text = problem(again.ask(fresh_session(), claim));
     assert!(text.contains("was replaced or restored: it has incarnation"), "{text}");
     assert_ne!(joined(&cluster).id(), after.id());
-    assert_eq!(joined(&cluster).ask(fresh_session(), claim).unwrap(), Register::Claimed);
+    let joined = joined(&cluster);
+    assert_eq!(joined.ask(opened(&joined), claim).unwrap(), Register::Claimed);
 }
 
 #[test]
@@ -227,12 +261,12 @@ fn fleets_of_one_etcd_are_separate() {
     assert!(error.to_string().contains("etcd has no fleet at /test/other"), "{error}");
     assert!(Fleet::make(&etcd, &other).unwrap());
     assert!(!Fleet::make(&etcd, &other).unwrap(), "it is there already");
-    let theirs = EtcdWitness::new(Arc::new(Fleet::join(etcd, other).unwrap()));
+    let theirs = EtcdWitness::new(Arc::new(Fleet::join(etcd, other).unwrap()), host());
     let ours = joined(&cluster);
     assert_ne!(theirs.id(), ours.id());
-    let session = fresh_session();
+    let session = opened(&theirs);
     assert_eq!(theirs.ask(session, Some(WitnessRequest::Claim)).unwrap(), Register::Claimed);
-    assert_eq!(ours.ask(session, None).unwrap(), Register::Open);
+    assert_eq!(ours.ask(session, None).unwrap(), Register::Unopened);
 }
 
 #[test]

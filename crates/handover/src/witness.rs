@@ -2,11 +2,13 @@
 //!
 //! Without a witness a source that has sent COMMIT and lost the link waits for the destination's
 //! word. With one, the destination claims the guest in the register before it journals RUN-INTENT,
-//! and a source in doubt takes the guest back there. Each session has a register of its own, and
-//! at most one of the two requests succeeds:
+//! and a source in doubt takes the guest back there. Each session has a register of its own, which
+//! the destination opens before it accepts the guest, and at most one of the two requests succeeds:
 //!
 //! ```text
-//!            destination: CLAIM           agent: its journal says so
+//!   Unopened
+//!    |  destination: OPEN
+//!    v       destination: CLAIM           agent: its journal says so
 //!   Open ----------------------> Claimed -----------------------> Owns, Fetching, Ended
 //!    |                              |                                Fetching -> Owns, Ended
 //!    |  source: TAKE-BACK           |  agent: its journal says ABORTED
@@ -15,6 +17,9 @@
 //!    |  fencing of the source
 //!    +----> Freed
 //! ```
+//!
+//! Every session that can still be claimed has a register, so the guests of a fenced host can be
+//! freed without knowing what that host was doing.
 //!
 //! A claim permits RUN-INTENT and nothing else: the source keeps the guest's memory until the
 //! register repeats what the destination's journal says. So a destination that dies between both
@@ -88,6 +93,8 @@ impl From<WitnessId> for String {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Register {
+    /// There is no register: nobody can claim the guest.
+    Unopened,
     /// Neither host has asked for the guest.
     Open,
     /// The destination may journal RUN-INTENT.
@@ -110,6 +117,8 @@ pub enum Register {
 /// A change of the register that one of the hosts, or an operator, asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum WitnessRequest {
+    /// The destination is about to accept the guest. The source has not sent COMMIT yet.
+    Open,
     /// The destination has COMMIT and wants to run the guest.
     Claim,
     /// The source is in doubt and wants the guest back.
@@ -124,8 +133,9 @@ impl Register {
     /// The register after `request`.
     #[must_use]
     pub fn after(self, request: WitnessRequest) -> Self {
-        use WitnessRequest::{Claim, Free, Report, TakeBack};
+        use WitnessRequest::{Claim, Free, Open, Report, TakeBack};
         match (self, request) {
+            (Self::Unopened, Open) => Self::Open,
             (Self::Open, Claim) => Self::Claimed,
             (Self::Open, TakeBack) => Self::TakenBack,
             (Self::Open, Free) => Self::Freed,
@@ -140,7 +150,7 @@ impl Register {
     /// Whether no request changes the register any more.
     #[must_use]
     pub fn is_final(self) -> bool {
-        !matches!(self, Self::Open | Self::Claimed | Self::Fetching)
+        !matches!(self, Self::Unopened | Self::Open | Self::Claimed | Self::Fetching)
     }
 
     /// The event of a destination that has asked for a claim; `None` if the register has not taken
@@ -158,7 +168,7 @@ impl Register {
     #[must_use]
     pub fn source_event(self) -> Option<SourceEvent> {
         match self {
-            Self::Open | Self::Claimed | Self::Freed => None,
+            Self::Unopened | Self::Open | Self::Claimed | Self::Freed => None,
             Self::TakenBack => Some(SourceEvent::TakenBack),
             Self::Aborted => Some(SourceEvent::Word(SessionWord::Aborted)),
             Self::Owns => Some(SourceEvent::Word(SessionWord::Owns)),
@@ -172,7 +182,8 @@ impl Register {
 mod tests {
     use super::*;
 
-    const REGISTERS: [Register; 8] = [
+    const REGISTERS: [Register; 9] = [
+        Register::Unopened,
         Register::Open,
         Register::Claimed,
         Register::TakenBack,
@@ -182,7 +193,8 @@ mod tests {
         Register::Fetching,
         Register::Ended,
     ];
-    const REQUESTS: [WitnessRequest; 9] = [
+    const REQUESTS: [WitnessRequest; 10] = [
+        WitnessRequest::Open,
         WitnessRequest::Claim,
         WitnessRequest::TakeBack,
         WitnessRequest::Free,
@@ -204,6 +216,16 @@ mod tests {
                 assert_eq!(register.after(second), register, "{first:?}, then {second:?}");
             }
         }
+    }
+
+    #[test]
+    fn session_that_was_not_opened_is_decided_by_nobody() {
+        for request in REQUESTS.into_iter().filter(|request| *request != WitnessRequest::Open) {
+            assert_eq!(Register::Unopened.after(request), Register::Unopened, "{request:?}");
+        }
+        assert_eq!(Register::Unopened.source_event(), None);
+        let refused = Some(DestinationEvent::ClaimRefused);
+        assert_eq!(Register::Unopened.destination_event(), refused);
     }
 
     #[test]

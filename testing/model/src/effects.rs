@@ -17,6 +17,7 @@ impl Handover {
     pub(crate) fn apply(&self, world: &mut World, action: Action) {
         match action {
             Action::DestinationOpens => {
+                self.open_register(world);
                 if let Some(process) = &mut world.destination.process {
                     process.writing = Some(DestinationRecord::Open);
                 }

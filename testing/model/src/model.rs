@@ -97,6 +97,9 @@ pub enum BrokenRule {
     /// The hosts trust a witness that was restored from a backup.
     #[strum(serialize = "a witness that was restored from a backup is trusted")]
     RestoredIsTrusted,
+    /// A session has a register only once it is claimed, so that freeing finds none.
+    #[strum(serialize = "the guest is accepted before its session has a register")]
+    NotOpened,
     /// An operator frees the guests of a host that was not fenced.
     #[strum(serialize = "a host is declared lost although it was not fenced")]
     FreedWithoutFencing,
@@ -124,6 +127,7 @@ impl BrokenRule {
                 | Self::ClaimIsNotCompared
                 | Self::ReportedBeforeWritten
                 | Self::RestoredIsTrusted
+                | Self::NotOpened
                 | Self::FreedWithoutFencing
         )
     }
@@ -260,7 +264,11 @@ impl Handover {
             }
         }
         match process.session {
-            None if !world.destination.opened && process.writing.is_none() => {
+            // A witness that does not answer opens no session.
+            None if !world.destination.opened
+                && process.writing.is_none()
+                && world.witness.as_ref().is_none_or(|witness| witness.register.is_some()) =>
+            {
                 actions.push(Action::DestinationOpens);
             }
             None => {}
@@ -300,7 +308,7 @@ impl Model for Handover {
             None => vec![SessionKind::PreCopy, SessionKind::PostCopy],
             Some(kind) => vec![kind],
         };
-        let witness = self.witnessed.then(Witness::open);
+        let witness = self.witnessed.then(Witness::unopened);
         let of = |kind| {
             let witness = &witness;
             [false, true].map(|outlives| World::start(outlives, kind, witness.clone()))
@@ -319,7 +327,9 @@ impl Model for Handover {
             return;
         }
         // A guest that was never claimed needs no operator, even if the destination is lost.
-        let gives_back = [Register::Open, Register::TakenBack, Register::Aborted].map(Option::Some);
+        let gives_back =
+            [Register::Unopened, Register::Open, Register::TakenBack, Register::Aborted];
+        let gives_back = gives_back.map(Option::Some);
         if !world.destination.lost || gives_back.contains(&world.register()) {
             actions.push(Action::FaultsEnd { linked: true });
         }

@@ -77,8 +77,8 @@ impl fmt::Display for WitnessAction {
 impl Witness {
     /// A witness that was not asked yet.
     #[must_use]
-    pub fn open() -> Self {
-        Self { register: Some(Register::Open), requests: BTreeSet::new() }
+    pub fn unopened() -> Self {
+        Self { register: Some(Register::Unopened), requests: BTreeSet::new() }
     }
 
     /// Sends a request, unless it can't change anything.
@@ -153,10 +153,12 @@ impl Handover {
         }
         if world.source.lost || self.broken == Some(BrokenRule::FreedWithoutFencing) {
             can(WitnessAction::SourceIsDeclaredLost);
-            let is_free = matches!(
-                witness.register,
-                Some(Register::Freed | Register::TakenBack | Register::Aborted)
-            );
+            let is_free = match witness.register {
+                Some(Register::Freed | Register::TakenBack | Register::Aborted) => true,
+                // All that can still be claimed has a register.
+                Some(Register::Unopened) => world.source.lost,
+                _ => false,
+            };
             if is_free {
                 can(WitnessAction::GuestStartsElsewhere);
             }
@@ -175,7 +177,13 @@ impl Handover {
                     };
                     return;
                 }
-                let register = witness.register.map(|register| register.after(request));
+                let unopened = self.broken == Some(BrokenRule::NotOpened)
+                    && witness.register == Some(Register::Unopened)
+                    && request == WitnessRequest::Claim;
+                let register = match unopened {
+                    true => Some(Register::Claimed),
+                    false => witness.register.map(|register| register.after(request)),
+                };
                 witness.set(register);
             }
             WitnessAction::DestinationClaims => witness.ask(WitnessRequest::Claim),
@@ -216,6 +224,16 @@ impl Handover {
             }
             WitnessAction::SourceIsDeclaredLost => witness.ask(WitnessRequest::Free),
             WitnessAction::GuestStartsElsewhere => world.started_elsewhere = true,
+        }
+    }
+
+    /// What a destination does before it accepts the guest.
+    pub(crate) fn open_register(&self, world: &mut World) {
+        if let Some(witness) = &mut world.witness
+            && self.broken != Some(BrokenRule::NotOpened)
+        {
+            let register = witness.register.map(|register| register.after(WitnessRequest::Open));
+            witness.set(register);
         }
     }
 

@@ -38,6 +38,7 @@ fn each_broken_rule_of_the_witness_is_detected() {
         (BrokenRule::ClaimIsNotCompared, TWO),
         (BrokenRule::ReportedBeforeWritten, END),
         (BrokenRule::RestoredIsTrusted, TWO),
+        (BrokenRule::NotOpened, TWO),
         (BrokenRule::FreedWithoutFencing, TWO),
     ] {
         let Some(found) = first_violation(rule, damage) else { panic!("{rule:?} is not detected") };

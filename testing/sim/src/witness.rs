@@ -52,12 +52,17 @@ impl Witness {
     #[must_use]
     pub fn new(sabotage: Option<Sabotage>) -> Self {
         Self {
-            register: Some(Register::Open),
+            register: Some(Register::Unopened),
             cut_until: [Duration::ZERO; 2],
             takes_requests: false,
             slow_until: Duration::ZERO,
             sabotage,
         }
+    }
+
+    /// Opens the session's register, before the destination accepts the guest.
+    pub fn open(&mut self) {
+        self.register = self.register.map(|register| register.after(WitnessRequest::Open));
     }
 
     /// From when on both hosts reach it without delay.

@@ -1,6 +1,7 @@
 //! The options of `vmferry fleet`.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
@@ -70,6 +71,13 @@ pub enum FleetCommand {
         /// The host.
         host: String,
     },
+    /// Fence a host that is not heard any more, and free its guests.
+    DeclareLost(LossOptions),
+    /// Let a host that was declared lost join again.
+    Readmit {
+        /// The host.
+        host: String,
+    },
 }
 
 /// `vmferry fleet move`.
@@ -101,6 +109,31 @@ pub struct MoveOptions {
     /// Order it, and don't wait for its end.
     #[arg(long)]
     pub no_wait: bool,
+}
+
+/// `vmferry fleet declare-lost`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+The host is fenced by the command `fence` of the table [fleet]. {host} is replaced by its name, and
+{label:KEY} by one of its labels:
+
+  fence = [\"/usr/sbin/fence_ipmilan\", \"--action=off\", \"--ip={label:bmc}\"]
+
+Only when that command has succeeded are the host's guests free. If it fails or takes too long,
+nothing is changed.
+
+Examples:
+  vmferry fleet declare-lost host-b
+  vmferry fleet declare-lost host-b --fence-timeout 5min --json")]
+pub struct LossOptions {
+    /// The host.
+    pub host: String,
+    /// How long the fencing command may take, such as 90s or 5min.
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = humantime::parse_duration)]
+    pub fence_timeout: Duration,
+    /// Fence the host although its agent is heard.
+    #[arg(long)]
+    pub although_heard: bool,
 }
 
 fn parse_label(text: &str) -> Result<(String, String), String> {

@@ -141,10 +141,15 @@ impl Member {
         Self { host, daemon, config, witness, address: String::new() }
     }
 
-    /// Starts the daemon again after its end.
+    /// Starts the daemon again after its end, and waits until it has joined.
     pub fn restart(&mut self) {
-        self.daemon = self.host.start(&["daemon", "--config", text(&self.config)]);
+        self.start_again();
         self.has_joined();
+    }
+
+    /// Starts the daemon again.
+    pub fn start_again(&mut self) {
+        self.daemon = self.host.start(&["daemon", "--config", text(&self.config)]);
     }
 
     /// Waits until the daemon listens and its agent has joined, in either order.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use vmferry::witness::{Register, Witness, WitnessId, WitnessRequest};
-use vmferry_handover::{SessionId, VmError};
+use vmferry_handover::{GuestIdentity, SessionId, VmError};
 use vmferry_transport::connect_unix;
 
 use super::{HostRequest, MAX_LINE_BYTES, Question, Reply};
@@ -78,12 +78,15 @@ impl SocketWitness {
             None => None,
             Some(WitnessRequest::Claim) => Some(HostRequest::Claim),
             Some(WitnessRequest::TakeBack) => Some(HostRequest::TakeBack),
-            Some(WitnessRequest::Free | WitnessRequest::Report(_)) => {
+            Some(WitnessRequest::Open | WitnessRequest::Free | WitnessRequest::Report(_)) => {
                 return Err(WitnessSocketError::NotForHosts);
             }
         };
-        let question = Question::Register { witness: self.id.clone(), session, request };
-        match call(&self.path, &question)? {
+        self.call(&Question::Register { witness: self.id.clone(), session, request })
+    }
+
+    fn call(&self, question: &Question) -> Result<Register, WitnessSocketError> {
+        match call(&self.path, question)? {
             Reply::Register(register) => Ok(register),
             reply => Err(no_answer(&self.path, reply)),
         }
@@ -93,6 +96,11 @@ impl SocketWitness {
 impl Witness for SocketWitness {
     fn id(&self) -> WitnessId {
         self.id.clone()
+    }
+
+    fn open(&self, session: SessionId, guest: &GuestIdentity) -> Result<Register, VmError> {
+        let (witness, guest) = (self.id.clone(), guest.clone());
+        Ok(self.call(&Question::Open { witness, session, guest })?)
     }
 
     fn ask(

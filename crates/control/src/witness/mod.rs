@@ -8,7 +8,7 @@ mod server;
 
 use serde::{Deserialize, Serialize};
 use vmferry::witness::{Register, WitnessId, WitnessRequest};
-use vmferry_handover::SessionId;
+use vmferry_handover::{GuestIdentity, SessionId};
 
 pub use client::{SocketWitness, WitnessSocketError};
 pub use server::WitnessServer;
@@ -22,9 +22,16 @@ const MAX_LINE_BYTES: u64 = 8 << 10;
 enum Question {
     /// The witness's name.
     Name,
+    /// Open the register of a session that begins.
+    Open {
+        /// The witness that the session has: another one must not answer.
+        witness: WitnessId,
+        session: SessionId,
+        guest: GuestIdentity,
+    },
     /// A session's register, after a request.
     Register {
-        /// The witness that the session has: another one must not answer.
+        /// The witness that the session has.
         witness: WitnessId,
         session: SessionId,
         request: Option<HostRequest>,

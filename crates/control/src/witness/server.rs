@@ -9,7 +9,8 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::net::{Shutdown, shutdown};
-use vmferry::witness::Witness;
+use vmferry::witness::{Register, Witness};
+use vmferry_handover::VmError;
 use vmferry_transport::{SocketFile, listen_unix};
 
 use super::{MAX_LINE_BYTES, Question, Reply};
@@ -109,17 +110,23 @@ fn serve(mut stream: &UnixStream, witness: &dyn Witness) -> io::Result<()> {
 
 fn answer(question: Question, witness: &dyn Witness) -> Reply {
     let own = witness.id();
+    let register = |asked: Result<Register, VmError>| match asked {
+        Ok(register) => Reply::Register(register),
+        Err(error) => Reply::Error(vmferry::chain(error.as_ref())),
+    };
     match question {
         Question::Name => Reply::Name(own),
-        Question::Register { witness: meant, .. } if meant != own => Reply::Error(format!(
-            "the session's witness is {meant}, and this one is {own}: the fleet's data was \
-             restored, or the host has joined another fleet"
-        )),
+        Question::Open { witness: meant, .. } | Question::Register { witness: meant, .. }
+            if meant != own =>
+        {
+            Reply::Error(format!(
+                "the session's witness is {meant}, and this one is {own}: the fleet's data was \
+                 restored, or the host has joined another fleet"
+            ))
+        }
+        Question::Open { session, guest, .. } => register(witness.open(session, &guest)),
         Question::Register { session, request, .. } => {
-            match witness.ask(session, request.map(Into::into)) {
-                Ok(register) => Reply::Register(register),
-                Err(error) => Reply::Error(vmferry::chain(error.as_ref())),
-            }
+            register(witness.ask(session, request.map(Into::into)))
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use vmferry::VmError;
 use vmferry::witness::{Register, Witness, WitnessId, WitnessRequest};
-use vmferry_handover::{SessionId, SessionWord};
+use vmferry_handover::{GuestIdentity, SessionId, SessionWord};
 
 use super::*;
 
@@ -28,6 +28,10 @@ impl Witness for Store {
         WitnessId::new(self.name).unwrap()
     }
 
+    fn open(&self, session: SessionId, _: &GuestIdentity) -> Result<Register, VmError> {
+        self.ask(session, Some(WitnessRequest::Open))
+    }
+
     fn ask(
         &self,
         session: SessionId,
@@ -37,7 +41,7 @@ impl Witness for Store {
             return Err("the store is silent".into());
         }
         let mut sessions = self.sessions.lock();
-        let register = sessions.entry(session).or_insert(Register::Open);
+        let register = sessions.entry(session).or_insert(Register::Unopened);
         if let Some(request) = request {
             *register = register.after(request);
         }
@@ -47,6 +51,10 @@ impl Witness for Store {
 
 const SESSION: SessionId = SessionId([7; 16]);
 
+fn guest() -> GuestIdentity {
+    GuestIdentity { uuid: uuid::Uuid::nil(), name: "web".into() }
+}
+
 #[test]
 fn questions_and_answers_round_trip() {
     let directory = tempfile::tempdir().unwrap();
@@ -54,14 +62,16 @@ fn questions_and_answers_round_trip() {
     let server = WitnessServer::bind(&path, Store::new("w")).unwrap();
     let client = SocketWitness::connect(&path).unwrap();
     assert_eq!(client.id().as_str(), "w");
-    assert_eq!(client.ask(SESSION, None).unwrap(), Register::Open);
+    assert_eq!(client.ask(SESSION, None).unwrap(), Register::Unopened);
+    assert_eq!(client.open(SESSION, &guest()).unwrap(), Register::Open);
     let claimed = client.ask(SESSION, Some(WitnessRequest::Claim)).unwrap();
     assert_eq!(claimed, Register::Claimed);
     let register = client.ask(SESSION, Some(WitnessRequest::TakeBack)).unwrap();
     assert_eq!(register, Register::Claimed);
     let error = client.ask(SessionId([0xFF; 16]), None).unwrap_err().to_string();
     assert!(error.ends_with(": the store is silent"), "{error}");
-    for request in [WitnessRequest::Free, WitnessRequest::Report(SessionWord::Owns)] {
+    let report = WitnessRequest::Report(SessionWord::Owns);
+    for request in [WitnessRequest::Open, WitnessRequest::Free, report] {
         let error = client.ask(SESSION, Some(request)).unwrap_err().to_string();
         assert!(error.contains("can't be asked for at a socket"), "{error}");
     }
@@ -80,11 +90,14 @@ fn witness_with_another_name_does_not_answer() {
     drop(server);
     let store = Store::new("restored");
     let _server = WitnessServer::bind(&path, Arc::clone(&store) as Arc<dyn Witness>).unwrap();
-    let error = client.ask(SESSION, Some(WitnessRequest::TakeBack)).unwrap_err().to_string();
-    assert!(error.contains("the session's witness is before, and this one is rest"), "{error}");
+    let asked = client.ask(SESSION, Some(WitnessRequest::TakeBack));
+    for error in [asked.unwrap_err(), client.open(SESSION, &guest()).unwrap_err()] {
+        let error = error.to_string();
+        assert!(error.contains("the session's witness is before, and this one is rest"), "{error}");
+    }
     assert!(store.sessions.lock().is_empty());
     let named = SocketWitness::named(&path, WitnessId::new("restored").unwrap());
-    assert_eq!(named.ask(SESSION, None).unwrap(), Register::Open);
+    assert_eq!(named.ask(SESSION, None).unwrap(), Register::Unopened);
 }
 
 #[test]
@@ -99,6 +112,7 @@ fn server_survives_clients_that_say_nonsense_or_nothing() {
         let _ = client.write_all(text.as_bytes());
     }
     let client = SocketWitness::connect(&path).unwrap();
+    assert_eq!(client.open(SESSION, &guest()).unwrap(), Register::Open);
     assert_eq!(client.ask(SESSION, Some(WitnessRequest::Claim)).unwrap(), Register::Claimed);
 }
 

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use vmferry::witness::{Register, Witness, WitnessId, WitnessRequest};
 use vmferry::{ErrorClass, VmError, chain};
 use vmferry_handover::journal::Record;
-use vmferry_handover::{SessionId, SessionWord};
+use vmferry_handover::{GuestIdentity, SessionId, SessionWord};
 
 use crate::support::cutter::{Channels, Cutter};
 use crate::support::{
@@ -38,13 +38,18 @@ impl Witness for Registers {
         WitnessId::new(self.name).unwrap()
     }
 
+    fn open(&self, session: SessionId, _: &GuestIdentity) -> Result<Register, VmError> {
+        self.sessions.lock().insert(session, Register::Open);
+        Ok(Register::Open)
+    }
+
     fn ask(
         &self,
         session: SessionId,
         request: Option<WitnessRequest>,
     ) -> Result<Register, VmError> {
         let mut sessions = self.sessions.lock();
-        let register = sessions.entry(session).or_insert(Register::Open);
+        let register = sessions.entry(session).or_insert(Register::Unopened);
         if let Some(request) = request {
             *register = register.after(request);
         }
@@ -129,6 +134,10 @@ impl std::fmt::Debug for Link {
 impl Witness for CutAtClaim {
     fn id(&self) -> WitnessId {
         self.registers.id()
+    }
+
+    fn open(&self, session: SessionId, guest: &GuestIdentity) -> Result<Register, VmError> {
+        self.registers.open(session, guest)
     }
 
     fn ask(

@@ -21,7 +21,7 @@ use crate::guest::Vm;
 use crate::host::Host;
 use crate::network::{ChannelId, Event, Network};
 use crate::plan::Sabotage;
-use crate::witness::witness_id;
+use crate::witness::{Witness, witness_id};
 
 pub(super) struct Session {
     pub(super) machine: Destination,
@@ -131,6 +131,8 @@ impl Session {
                     }),
             )),
             Action::Open(session) => {
+                // Without an answer the guest would be refused here, and nothing handed over.
+                network.witness.iter_mut().for_each(Witness::open);
                 let witness = network.witness.is_some().then(witness_id);
                 Some(Input::Opened(self.open(session, disk, witness)))
             }

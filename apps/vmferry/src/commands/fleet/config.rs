@@ -32,6 +32,8 @@ pub struct FleetTable {
     qemu: Vec<PathBuf>,
     #[serde(default, rename = "network")]
     networks: Vec<NetworkTable>,
+    #[serde(default)]
+    fence: Vec<String>,
 }
 
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -88,6 +90,11 @@ impl FleetTable {
     /// Where the fleet's keys are.
     pub fn prefix(&self) -> Result<FleetPrefix, Failure> {
         Ok(FleetPrefix::new(&self.prefix)?)
+    }
+
+    /// The command that fences a host, with its arguments; empty if there is none.
+    pub fn fence(&self) -> &[String] {
+        &self.fence
     }
 
     /// Connects to etcd.
@@ -176,7 +183,8 @@ impl From<FleetError> for Failure {
             FleetError::Prefix { .. } | FleetError::HostName { .. } => Code::Usage,
             FleetError::NameTaken { .. } | FleetError::MigrationUnderWay { .. } => Code::Busy,
             FleetError::UnknownHost { .. } => Code::Usage,
-            FleetError::Missing { .. }
+            FleetError::DeclaredLost { .. }
+            | FleetError::Missing { .. }
             | FleetError::OtherIncarnation { .. }
             | FleetError::Object(_)
             | FleetError::Etcd(EtcdError::OtherData(_)) => Code::WrongState,

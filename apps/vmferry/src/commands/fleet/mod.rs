@@ -1,7 +1,9 @@
 //! `vmferry fleet`: what several hosts agree on in etcd.
 
 pub mod config;
+mod fence;
 mod init;
+mod loss;
 mod moving;
 mod show;
 mod watch;
@@ -20,6 +22,10 @@ pub fn run(options: &FleetOptions, output: &Output) -> Result<(), Failure> {
         FleetCommand::Cancel { ref guest } => moving::cancel(&table.join()?, guest, output),
         FleetCommand::Cordon { ref host } => moving::cordon(&table.join()?, host, true, output),
         FleetCommand::Uncordon { ref host } => moving::cordon(&table.join()?, host, false, output),
+        FleetCommand::DeclareLost(ref options) => {
+            loss::declare(&table.join()?, &table, options, output)
+        }
+        FleetCommand::Readmit { ref host } => loss::readmit(&table.join()?, host, output),
         FleetCommand::Init { restored } => init::run(&table, restored, output),
         FleetCommand::Status => show::status(&table.join()?, output),
         FleetCommand::Hosts => show::hosts(&table.join()?, output),

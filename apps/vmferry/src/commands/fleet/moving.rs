@@ -237,7 +237,7 @@ pub fn cancel(fleet: &Fleet, guest: &str, output: &Output) -> Result<(), Failure
 /// Sets whether a host is cordoned.
 pub fn cordon(fleet: &Fleet, host: &str, cordoned: bool, output: &Output) -> Result<(), Failure> {
     let host = HostName::new(host)?;
-    let changed = fleet.order(&host, |_| HostOrders { cordoned })?;
+    let changed = fleet.order(&host, |found| HostOrders { cordoned, ..found.clone() })?;
     let done = json!({ "host": host, "cordoned": cordoned, "changed": changed });
     output.result(&done, || {
         let already = if changed { "" } else { " already" };

@@ -134,6 +134,7 @@ fn host(view: &HostView) -> Value {
     let available = view.presence.as_ref().and_then(|presence| presence.memory_available_bytes);
     shown["memory_available_bytes"] = json!(available);
     shown["cordoned"] = view.orders.cordoned.into();
+    shown["lost"] = json!(view.orders.lost);
     shown["guests"] = view.guests.len().into();
     shown
 }
@@ -141,7 +142,8 @@ fn host(view: &HostView) -> Value {
 pub fn state(view: &HostView) -> String {
     let heard = if view.presence.is_some() { "present" } else { "not heard" };
     let cordoned = if view.orders.cordoned { ", cordoned" } else { "" };
-    format!("{heard}{cordoned}")
+    let lost = if view.orders.lost.is_some() { ", declared lost" } else { "" };
+    format!("{heard}{cordoned}{lost}")
 }
 
 /// Guests that two hosts say they have, with a sentence about each.

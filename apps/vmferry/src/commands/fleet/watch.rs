@@ -78,9 +78,10 @@ fn picture(hosts: &[HostView], migrations: &[MigrationView]) -> Picture {
     let problem = |text: String| (json!({ "event": "problem", "message": text }), text);
     for view in hosts {
         let name = view.name.to_string();
-        let (present, cordoned) = (view.presence.is_some(), view.orders.cordoned);
-        let event =
-            json!({ "event": "host", "host": name, "present": present, "cordoned": cordoned });
+        let event = json!({
+            "event": "host", "host": name, "present": view.presence.is_some(),
+            "cordoned": view.orders.cordoned, "lost": view.orders.lost.is_some(),
+        });
         let words = format!("host {name}: {}", show::state(view));
         picture.insert(format!("0 {name}"), (event, words));
         if let Err(error) = &view.host {

@@ -108,7 +108,7 @@ impl Agent<'_> {
     fn join(&self) -> Result<Left, Failure> {
         let fleet = Arc::new(self.table.join()?);
         let member = Membership::begin(Arc::clone(&fleet), self.name.clone(), self.about.clone())?;
-        let witness = Arc::new(EtcdWitness::new(Arc::clone(&fleet)));
+        let witness = Arc::new(EtcdWitness::new(Arc::clone(&fleet), self.name.clone()));
         let (path, id) = (witness_socket(&self.directories), witness.id());
         let server = WitnessServer::bind(&path, Arc::clone(&witness) as Arc<dyn Witness>);
         let _server = server.map_err(|error| {
@@ -177,7 +177,7 @@ impl Agent<'_> {
             member.keep(HostFacts::default().with_memory().memory_available)?;
         }
         if turn.is_multiple_of(CHECK_EVERY) {
-            member.fleet().check_incarnation()?;
+            member.check()?;
         }
         let guests = self.guests.lock().clone();
         let published = guests.map_or(Ok(()), |guests| member.publish(guests));

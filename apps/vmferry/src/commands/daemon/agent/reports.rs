@@ -80,9 +80,13 @@ impl Reports {
         let register =
             asked.map_err(|error| Failure::new(Code::Connect, vmferry::chain(error.as_ref())))?;
         self.reported.insert(session, word);
-        if register.is_final() {
+        // A register that is not there any more was that of a session that ended long ago.
+        if register.is_final() || register == Register::Unopened {
             self.done.insert(session);
             self.reported.remove(&session);
+        }
+        if register == Register::Unopened {
+            return Ok(());
         }
         let agrees = agrees(register, word);
         let event = json!({

@@ -13,6 +13,7 @@ use crate::machine::destination::io::{Input, Prepared};
 use crate::vmm::streamed::LateEnd;
 use crate::vmm::{DestinationVm, GuestDescription, Landing, PrepareError};
 use crate::witness::witness_id;
+use vmferry_handover::Register;
 use vmferry_handover::journal::{FileJournal, Journal, JournalError, Opening, Record, Side};
 
 impl<V: DestinationVm> Session<'_, V> {
@@ -101,16 +102,32 @@ impl<V: DestinationVm> Session<'_, V> {
     }
 
     pub(super) fn open(&mut self, session: SessionId) -> Result<(), MigrateError> {
-        let opened = self.open_journal(session).and_then(|()| {
-            self.vm
-                .opened(session, &self.config.journal_directory)
-                .map_err(|source| MigrateError::Vm { action: "note where the guest is", source })
-        });
+        let opened =
+            self.open_register(session).and_then(|()| self.open_journal(session)).and_then(|()| {
+                self.vm.opened(session, &self.config.journal_directory).map_err(|source| {
+                    MigrateError::Vm { action: "note where the guest is", source }
+                })
+            });
         if opened.is_err() {
             self.target = None;
             self.vm.discard();
         }
         opened
+    }
+
+    /// Opens the session's register at the witness, before the source can send COMMIT.
+    fn open_register(&self, session: SessionId) -> Result<(), MigrateError> {
+        let (Some(witness), Some(guest)) = (&self.config.witness, &self.guest) else {
+            return Ok(());
+        };
+        let opened = witness.open(session, guest);
+        let witness = witness.id();
+        match opened {
+            Ok(Register::Open) => Ok(()),
+            // Another session has this number, or its data was restored.
+            Ok(register) => Err(MigrateError::ClaimRefused { witness, register }),
+            Err(source) => Err(MigrateError::NotOpened { witness, source }),
+        }
     }
 
     pub(super) fn open_journal(&mut self, session: SessionId) -> Result<(), MigrateError> {
