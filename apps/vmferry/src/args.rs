@@ -25,7 +25,7 @@ use vmferry_memory::MemoryKind;
 pub use daemon::{DaemonOptions, HelperOptions, KeeperOptions, ReceiverStarterOptions};
 pub use doctor::DoctorOptions;
 pub use documents::{CompletionsOptions, ManOptions, public_command};
-pub use fleet::{AgentOptions, FleetCommand, FleetOptions, LossOptions, MoveOptions};
+pub use fleet::{AgentOptions, FleetCommand, FleetOptions, InitOptions, LossOptions, MoveOptions};
 pub use hook::{HookOptions, HookRunnerOptions};
 pub use inspect::InspectOptions;
 pub use migration::{MigrationOptions, WhenStuck};

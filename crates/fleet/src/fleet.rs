@@ -89,6 +89,15 @@ pub enum FleetError {
         /// The name.
         name: String,
     },
+    /// A user's name has other characters, or too many.
+    #[error(
+        "`{name}` can't be the name of an operator: use up to {MAX_NAME_BYTES} letters, digits, \
+         `-`, `_` and `.`, as the common name of the operator's certificate has them"
+    )]
+    OperatorName {
+        /// The name.
+        name: String,
+    },
     /// Another host has this name.
     #[error("the fleet has another host {name}, {why}: give this host another name")]
     NameTaken {
@@ -158,6 +167,7 @@ impl Kind for Identity {
 pub struct Fleet {
     etcd: Arc<Etcd>,
     prefix: FleetPrefix,
+    cluster: u64,
     incarnation: Uuid,
     /// Of the fleet's key.
     pub(crate) revision: Mutex<i64>,
@@ -220,8 +230,9 @@ impl Fleet {
         let found = read(&etcd, &prefix.key("fleet"))?;
         let incarnation = decode(&prefix, found.as_ref())?.value.incarnation;
         let revision = Mutex::new(found.map_or(0, |found| found.revision));
+        let cluster = etcd.cluster().ok_or(EtcdError::BadAnswer { what: "header" })?;
         let (known, watched) = (Mutex::default(), Mutex::default());
-        Ok(Self { etcd, prefix, incarnation, revision, known, watched })
+        Ok(Self { etcd, prefix, cluster, incarnation, revision, known, watched })
     }
 
     /// Where its keys are.
@@ -239,7 +250,7 @@ impl Fleet {
     /// The number of its etcd cluster.
     #[must_use]
     pub fn cluster(&self) -> u64 {
-        self.etcd.cluster()
+        self.cluster
     }
 
     pub(crate) fn etcd(&self) -> &Etcd {

@@ -47,8 +47,7 @@ impl HostName {
     /// # Errors
     /// [`FleetError::HostName`].
     pub fn new(name: &str) -> Result<Self, FleetError> {
-        let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
-        match (1..=MAX_NAME_BYTES).contains(&name.len()) && name.bytes().all(plain) {
+        match is_name(name) {
             true => Ok(Self(name.to_owned())),
             false => Err(FleetError::HostName { name: name.to_owned() }),
         }
@@ -64,6 +63,12 @@ impl HostName {
     pub(crate) fn key(&self, object: &str) -> String {
         format!("{HOSTS}{self}/{object}")
     }
+}
+
+/// Whether a host or a user can have this name. A certificate's common name has at most 64 bytes.
+pub(crate) fn is_name(name: &str) -> bool {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    (1..=MAX_NAME_BYTES).contains(&name.len()) && name.bytes().all(plain)
 }
 
 impl fmt::Display for HostName {

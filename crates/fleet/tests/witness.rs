@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 use vmferry::witness::{Register, Witness, WitnessRequest};
 use vmferry_etcd_lab::{EtcdCluster, RestoredToken};
-use vmferry_fleet::{Etcd, EtcdConfig, EtcdTls, EtcdWitness, Fleet, FleetPrefix, HostName};
+use vmferry_fleet::{
+    Etcd, EtcdConfig, EtcdTls, EtcdWitness, Fleet, FleetError, FleetPrefix, HostName,
+};
 use vmferry_handover::{GuestIdentity, SessionId, SessionWord};
 
 fn config(cluster: &EtcdCluster, client: &Path) -> EtcdConfig {
@@ -275,8 +277,10 @@ fn wrong_certificates_and_addresses_are_refused() {
     let client = cluster.client("host-a");
     let foreign = EtcdCluster::start(1);
     let refused = |config: &EtcdConfig| {
-        let error = Etcd::connect(config).expect_err("this configuration is wrong");
-        error.to_string()
+        let joined = Etcd::connect(config)
+            .map_err(FleetError::from)
+            .and_then(|etcd| Fleet::join(Arc::new(etcd), prefix()));
+        joined.expect_err("this configuration is wrong").to_string()
     };
     let tls = Some(EtcdTls::read(&foreign.client("host-a")).unwrap());
     let text = refused(&EtcdConfig { endpoints: cluster.endpoints(), tls });

@@ -27,7 +27,7 @@ use self::files::Contents;
 pub use self::files::IdentityFiles;
 pub use self::files::{certificates_of, revocation_lists_of};
 pub(crate) use self::names::names_or_key_of;
-pub use self::names::{names_of, next_update_of, validity_of};
+pub use self::names::{common_name_of, names_of, next_update_of, validity_of};
 use self::verify::{SkewTolerantVerifier, UriVerifier};
 use crate::error::TransportError;
 use crate::file_version::FileVersion;

@@ -45,8 +45,8 @@ pub use error::TransportError;
 pub use file_version::FileVersion;
 pub use given::connected_socket;
 pub use identity::{
-    IdentityFiles, TlsIdentity, certificates_of, names_of, next_update_of, revocation_lists_of,
-    validity_of,
+    IdentityFiles, TlsIdentity, certificates_of, common_name_of, names_of, next_update_of,
+    revocation_lists_of, validity_of,
 };
 pub use listen::{Listener, ListenerCloser, Pending};
 pub use passed::pass_socket;

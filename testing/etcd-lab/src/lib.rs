@@ -141,6 +141,16 @@ impl EtcdCluster {
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
+    /// Makes the user `root` and enables authentication: clients then need roles.
+    ///
+    /// # Panics
+    /// If etcdctl fails.
+    pub fn enable_authentication(&self) {
+        self.etcdctl_ok(&["user", "add", "root", "--no-password"]);
+        self.etcdctl_ok(&["user", "grant-role", "root", "root"]);
+        self.etcdctl_ok(&["auth", "enable"]);
+    }
+
     /// Saves a snapshot.
     ///
     /// # Panics

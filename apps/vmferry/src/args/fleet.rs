@@ -21,7 +21,7 @@ The table [fleet] of the configuration says where etcd is:
 docs/fleet.md describes all of it.
 
 Examples:
-  vmferry fleet init
+  vmferry fleet init --host host-a --host host-b --operator alice
   vmferry fleet status
   vmferry fleet guests --json
   vmferry fleet watch
@@ -39,13 +39,8 @@ pub struct FleetOptions {
 /// Subcommands of `vmferry fleet`.
 #[derive(Debug, Subcommand)]
 pub enum FleetCommand {
-    /// Make the fleet in etcd. A fleet that is there already stays as it is.
-    Init {
-        /// etcd was restored from a backup: give the fleet a new incarnation. Handovers that began
-        /// before are decided by the hosts' journals alone.
-        #[arg(long)]
-        restored: bool,
-    },
+    /// Make the fleet in etcd, and users and roles for it. What is there stays as it is.
+    Init(InitOptions),
     /// Show the fleet in a few lines, with what is wrong in it.
     Status,
     /// Show the hosts.
@@ -78,6 +73,31 @@ pub enum FleetCommand {
         /// The host.
         host: String,
     },
+}
+
+/// `vmferry fleet init`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+With --host and --operator, etcd gets users, who are named by the common names of their
+certificates, and roles with exactly the permissions that docs/fleet.md lists. etcd checks them once
+its authentication is enabled, which this command does not do; from then on it needs the certificate
+of a user of etcd with the role root.
+
+Examples:
+  vmferry fleet init
+  vmferry fleet init --host host-a --host host-b --operator alice
+  vmferry fleet init --restored    # after etcd was restored from a backup")]
+pub struct InitOptions {
+    /// Make the user and the role of this host; may be given several times.
+    #[arg(long = "host", value_name = "NAME")]
+    pub hosts: Vec<String>,
+    /// Make this user, who may move guests and cordon hosts; may be given several times.
+    #[arg(long = "operator", value_name = "NAME")]
+    pub operators: Vec<String>,
+    /// etcd was restored from a backup: give the fleet a new incarnation. Handovers that began
+    /// before are decided by the hosts' journals alone.
+    #[arg(long)]
+    pub restored: bool,
 }
 
 /// `vmferry fleet move`.

@@ -10,6 +10,7 @@ mod qemu;
 #[path = "../receivers/place.rs"]
 mod receivers;
 mod refused;
+mod roles;
 #[path = "../support/mod.rs"]
 mod support;
 mod systemd;

@@ -128,7 +128,8 @@ impl Member {
         member
     }
 
-    fn spawn_with(world: &World, name: &str, link: &str, tables: &str) -> Self {
+    /// The same, and waits for nothing.
+    pub fn spawn_with(world: &World, name: &str, link: &str, tables: &str) -> Self {
         let host = world.host(name);
         let config = world.path(&format!("{name}.toml"));
         let written = format!(

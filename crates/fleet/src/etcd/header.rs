@@ -3,24 +3,14 @@
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI64, Ordering};
 
-use super::EtcdError;
 use super::proto::ResponseHeader;
-
-/// etcd's data is not what it was.
-#[derive(Clone, Debug, thiserror::Error)]
-#[error(
-    "etcd's data was replaced or restored from a backup: {found} now, {known} before. Nothing in \
-     it decides about guests that were moving"
-)]
-pub struct OtherData {
-    known: String,
-    found: String,
-}
+use super::{EtcdError, OtherData};
 
 /// What a client knows from the headers of all its answers.
 #[derive(Debug, Default)]
 pub(super) struct Headers {
-    cluster: u64,
+    /// Of the first answer.
+    cluster: OnceLock<u64>,
     /// The highest revision that an answer had. A transaction's answer never has a lower one than
     /// an answer before the question.
     revision: AtomicI64,
@@ -29,15 +19,9 @@ pub(super) struct Headers {
 }
 
 impl Headers {
-    /// Those of a client whose first answer has this header.
-    pub(super) fn of(header: Option<&ResponseHeader>) -> Result<Self, EtcdError> {
-        let header = header.ok_or(EtcdError::BadAnswer { what: "header" })?;
-        let (cluster, revision) = (header.cluster_id, header.revision.into());
-        Ok(Self { cluster, revision, other_data: OnceLock::new() })
-    }
-
-    pub(super) fn cluster(&self) -> u64 {
-        self.cluster
+    /// The cluster's number; `None` before the first answer.
+    pub(super) fn cluster(&self) -> Option<u64> {
+        self.cluster.get().copied()
     }
 
     /// The highest revision so far. To be read before a question is asked.
@@ -45,7 +29,8 @@ impl Headers {
         self.revision.load(Ordering::Relaxed)
     }
 
-    /// Checks the header of an answer. `known` is the revision before the question.
+    /// Checks that an answer comes from the same data as those before it. `known` is the highest
+    /// revision before the question.
     pub(super) fn check(
         &self,
         header: Option<&ResponseHeader>,
@@ -54,8 +39,9 @@ impl Headers {
         let header = header.ok_or(EtcdError::BadAnswer { what: "header" })?;
         let of_cluster = |cluster: u64| format!("cluster {cluster:016x}");
         let of_revision = |revision: i64| format!("revision {revision}");
-        let other = if header.cluster_id != self.cluster {
-            Some((of_cluster(self.cluster), of_cluster(header.cluster_id)))
+        let cluster = *self.cluster.get_or_init(|| header.cluster_id);
+        let other = if header.cluster_id != cluster {
+            Some((of_cluster(cluster), of_cluster(header.cluster_id)))
         } else {
             let is_older = header.revision < known;
             is_older.then(|| (of_revision(known), of_revision(header.revision)))

@@ -1,13 +1,15 @@
 //! A client of etcd with deadlines. It asks one member after another, so that a dead one costs
 //! little.
 
+mod auth;
+mod config;
+mod error;
 mod header;
 mod lease;
 mod transaction;
 mod watch;
 
 use std::future::Future;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -16,8 +18,10 @@ use tokio::runtime::Runtime;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Code, Status};
 
+pub(crate) use self::auth::{KeyRange, Permission, PermissionKind};
+pub use self::config::{EtcdConfig, EtcdTls};
+pub use self::error::{Access, EtcdError, OtherData};
 use self::header::Headers;
-pub use self::header::OtherData;
 pub(crate) use self::lease::LeaseId;
 use self::proto::RangeRequest;
 use self::proto::kv_client::KvClient;
@@ -51,94 +55,6 @@ const PING_TIMEOUT: Duration = Duration::from_secs(2);
 /// Pause between two members, if the first one has failed at once.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// How etcd is reached.
-#[derive(Clone, Debug)]
-pub struct EtcdConfig {
-    /// The members' addresses, such as `https://etcd-1.example:2379`.
-    pub endpoints: Vec<String>,
-    /// The client's certificate; `None` for etcd without TLS.
-    pub tls: Option<EtcdTls>,
-}
-
-/// PEM texts of a client that etcd authenticates.
-#[derive(Clone)]
-pub struct EtcdTls {
-    authority: Vec<u8>,
-    certificate: Vec<u8>,
-    key: Vec<u8>,
-}
-
-impl EtcdTls {
-    /// Reads `ca.pem`, which etcd's certificates are checked with, and the client's `host.pem` and
-    /// `host.key`.
-    ///
-    /// # Errors
-    /// [`EtcdError::File`].
-    pub fn read(directory: &Path) -> Result<Self, EtcdError> {
-        let read = |name: &str| {
-            let path = directory.join(name);
-            std::fs::read(&path).map_err(|source| EtcdError::File { path, source })
-        };
-        let (authority, certificate) = (read("ca.pem")?, read("host.pem")?);
-        Ok(Self { authority, certificate, key: read("host.key")? })
-    }
-}
-
-impl std::fmt::Debug for EtcdTls {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("EtcdTls").field("key", &"(secret)").finish_non_exhaustive()
-    }
-}
-
-/// An error of etcd's client.
-#[derive(Debug, thiserror::Error)]
-pub enum EtcdError {
-    /// No member is configured.
-    #[error("no address of etcd is configured")]
-    NoEndpoint,
-    /// An address is wrong, or its certificates are.
-    #[error("etcd can't be reached at `{endpoint}`")]
-    BadEndpoint {
-        /// The address.
-        endpoint: String,
-        /// Why.
-        #[source]
-        source: tonic::transport::Error,
-    },
-    /// A file of the client's certificate can't be read.
-    #[error("{path} can't be read", path = path.display())]
-    File {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        #[source]
-        source: std::io::Error,
-    },
-    /// This host lacks threads.
-    #[error("a thread for etcd could not be started")]
-    Local(#[source] std::io::Error),
-    /// No member has answered in time. A change may or may not have been made.
-    #[error("no member of etcd answered within {:.1} s: {last}", after.as_secs_f64())]
-    NoAnswer {
-        /// How long they were waited for.
-        after: Duration,
-        /// What the last member that answered at all has said.
-        last: String,
-    },
-    /// etcd has refused the request.
-    #[error("etcd refuses: {}", .0.message())]
-    Refused(#[source] Box<Status>),
-    /// The answer comes from another cluster, or from older data, than an earlier one.
-    #[error(transparent)]
-    OtherData(#[from] OtherData),
-    /// The answer lacks something.
-    #[error("etcd's answer has no {what}")]
-    BadAnswer {
-        /// What is missing.
-        what: &'static str,
-    },
-}
-
 /// A client. Its calls block the calling thread, for two seconds at most.
 #[derive(Debug)]
 pub struct Etcd {
@@ -146,14 +62,17 @@ pub struct Etcd {
     members: Vec<Channel>,
     /// The member that has answered last.
     preferred: AtomicUsize,
+    /// The common name of the client's certificate, which is its user's name if etcd checks roles.
+    user: Option<String>,
     headers: Arc<Headers>,
 }
 
 impl Etcd {
-    /// Connects, and learns which cluster it is.
+    /// A client that connects with its first request, and learns from the answer which cluster it
+    /// is. Which requests need no permission differs between releases of etcd, so it makes none.
     ///
     /// # Errors
-    /// The configuration is wrong, or no member answers.
+    /// The configuration is wrong.
     pub fn connect(config: &EtcdConfig) -> Result<Self, EtcdError> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -172,19 +91,19 @@ impl Etcd {
         if members.is_empty() {
             return Err(EtcdError::NoEndpoint);
         }
-        let (preferred, headers) = (AtomicUsize::new(0), Arc::default());
-        let mut etcd = Self { runtime, members, preferred, headers };
-        let nothing = RangeRequest { key: vec![0], limit: 1, ..RangeRequest::default() };
-        let answer =
-            etcd.call(async |member| KvClient::new(member).range(nothing.clone()).await)?;
-        etcd.headers = Arc::new(Headers::of(answer.header.as_ref())?);
-        Ok(etcd)
+        Ok(Self {
+            runtime,
+            members,
+            preferred: AtomicUsize::new(0),
+            user: config.tls.as_ref().and_then(|tls| tls.user.clone()),
+            headers: Arc::default(),
+        })
     }
 
-    /// The cluster's number. It depends on the members' addresses and on etcd's
-    /// `--initial-cluster-token`.
+    /// The cluster's number; `None` before the first answer. It depends on the members' addresses
+    /// and on etcd's `--initial-cluster-token`.
     #[must_use]
-    pub fn cluster(&self) -> u64 {
+    pub fn cluster(&self) -> Option<u64> {
         self.headers.cluster()
     }
 
@@ -196,27 +115,28 @@ impl Etcd {
     pub(crate) fn transact(&self, transaction: Transaction) -> Result<Outcome, EtcdError> {
         let known = self.headers.revision();
         let request = transaction.into_request();
-        let answer = self.call(async |member| KvClient::new(member).txn(request.clone()).await)?;
+        let answer = self
+            .call(async |member| KvClient::new(member).txn(request.clone()).await)
+            .map_err(|error| self.explain(error, || Access::of(&request)))?;
         self.headers.check(answer.header.as_ref(), known)?;
         Outcome::of(answer)
     }
 
-    /// All keys that begin with `prefix`, with their values, as of one revision.
+    /// All keys that begin with `prefix`, which ends with `/`, with their values, as of one
+    /// revision.
     ///
     /// # Errors
     /// No member answers.
     pub(crate) fn list(&self, prefix: &str) -> Result<Vec<(String, Value)>, EtcdError> {
-        let mut request = RangeRequest {
-            key: prefix.into(),
-            range_end: end_of(prefix),
-            limit: PAGE_KEYS,
-            ..RangeRequest::default()
-        };
+        let KeyRange { start: key, end: range_end } = KeyRange::below(prefix);
+        let mut request =
+            RangeRequest { key, range_end, limit: PAGE_KEYS, ..RangeRequest::default() };
         let mut found = Vec::new();
         loop {
             let known = self.headers.revision();
-            let answer =
-                self.call(async |member| KvClient::new(member).range(request.clone()).await)?;
+            let answer = self
+                .call(async |member| KvClient::new(member).range(request.clone()).await)
+                .map_err(|error| self.explain(error, || Access::Read(prefix.to_owned())))?;
             self.headers.check(answer.header.as_ref(), known)?;
             let revision = answer.header.map_or(0, |header| header.revision);
             if request.revision == 0 {
@@ -273,15 +193,6 @@ impl Etcd {
     }
 }
 
-/// The key after all that begin with `prefix`, which ends with `/`.
-fn end_of(prefix: &str) -> Vec<u8> {
-    let mut end = prefix.as_bytes().to_vec();
-    if let Some(last) = end.last_mut() {
-        *last += 1;
-    }
-    end
-}
-
 /// What a member's status says, with its causes: "transport error" alone helps nobody.
 fn chain(status: &Status) -> String {
     let mut text = status.message().to_owned();
@@ -296,9 +207,11 @@ fn chain(status: &Status) -> String {
     text
 }
 
-/// Whether another member would answer the same.
+/// Whether another member, or another attempt, would get the same answer.
 fn is_final(status: &Status) -> bool {
-    matches!(
+    // Users or roles were changed while the request was on its way.
+    let is_outdated = status.message() == auth::OLD_REVISION;
+    let code = matches!(
         status.code(),
         Code::InvalidArgument
             | Code::PermissionDenied
@@ -307,7 +220,8 @@ fn is_final(status: &Status) -> bool {
             | Code::FailedPrecondition
             | Code::OutOfRange
             | Code::Unimplemented
-    )
+    );
+    code && !is_outdated
 }
 
 fn member(endpoint: &str, tls: Option<&EtcdTls>) -> Result<Channel, EtcdError> {
@@ -317,7 +231,7 @@ fn member(endpoint: &str, tls: Option<&EtcdTls>) -> Result<Channel, EtcdError> {
         .connect_timeout(ATTEMPT)
         .http2_keep_alive_interval(PING_PERIOD)
         .keep_alive_timeout(PING_TIMEOUT);
-    if let Some(EtcdTls { authority, certificate, key }) = tls {
+    if let Some(EtcdTls { authority, certificate, key, .. }) = tls {
         let config = ClientTlsConfig::new()
             .ca_certificate(Certificate::from_pem(authority))
             .identity(Identity::from_pem(certificate, key));

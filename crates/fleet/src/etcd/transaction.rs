@@ -7,7 +7,7 @@ use super::proto::{
     Compare, DeleteRangeRequest, KeyValue, PutRequest, RangeRequest, RequestOp, TxnRequest,
     TxnResponse,
 };
-use super::{EtcdError, LeaseId};
+use super::{Access, EtcdError, LeaseId};
 
 /// A transaction. Its comparisons are of revisions: a key that has changed since it was read has
 /// another one.
@@ -85,6 +85,22 @@ impl Transaction {
 
     pub(super) fn into_request(self) -> TxnRequest {
         self.request
+    }
+}
+
+impl Access {
+    /// What a transaction needs. Those that change a key are made by clients that could read it.
+    pub(super) fn of(request: &TxnRequest) -> Self {
+        let text = |key: &[u8]| String::from_utf8_lossy(key).into_owned();
+        let written = request.success.iter().find_map(|change| match &change.request {
+            Some(Request::RequestPut(put)) => Some(&put.key),
+            Some(Request::RequestDeleteRange(range)) => Some(&range.key),
+            _ => None,
+        });
+        match written {
+            Some(key) => Self::Write(text(key)),
+            None => Self::Read(request.compare.last().map_or_else(String::new, |it| text(&it.key))),
+        }
     }
 }
 

@@ -20,7 +20,7 @@ use super::proto::kv_client::KvClient;
 use super::proto::watch_client::WatchClient;
 use super::proto::watch_request::RequestUnion;
 use super::proto::{Event, RangeRequest, WatchCreateRequest, WatchRequest};
-use super::{ATTEMPT, Etcd, PAGE_KEYS, PAUSE, Value, end_of};
+use super::{ATTEMPT, Etcd, KeyRange, PAGE_KEYS, PAUSE, Value};
 
 /// The keys of a directory, as they were seen last.
 #[derive(Debug, Default)]
@@ -94,7 +94,7 @@ impl<F: Fn()> Follower<F> {
         (self.changed)();
         let create = WatchCreateRequest {
             key: self.prefix.clone().into(),
-            range_end: end_of(&self.prefix),
+            range_end: KeyRange::below(&self.prefix).end,
             start_revision: revision + 1,
         };
         let request = WatchRequest { request_union: Some(RequestUnion::CreateRequest(create)) };
@@ -122,7 +122,7 @@ impl<F: Fn()> Follower<F> {
     async fn read(&self, member: &Channel) -> Result<i64, Status> {
         let mut request = RangeRequest {
             key: self.prefix.clone().into(),
-            range_end: end_of(&self.prefix),
+            range_end: KeyRange::below(&self.prefix).end,
             limit: PAGE_KEYS,
             ..RangeRequest::default()
         };

@@ -38,6 +38,15 @@ pub fn names_of(certificate: &[u8]) -> Vec<String> {
     uris
 }
 
+/// The common name of a certificate's subject (X.509, DER); the last one if it has several, as Go's
+/// TLS library reads it. `None` if it has none, or if the bytes are not a certificate.
+#[must_use]
+pub fn common_name_of(certificate: &[u8]) -> Option<String> {
+    let (_, parsed) = x509_parser::parse_x509_certificate(certificate).ok()?;
+    let name = parsed.subject().iter_common_name().last()?.as_str().ok()?;
+    (!name.is_empty()).then(|| name.to_owned())
+}
+
 /// The start and end of a certificate's validity (X.509, DER); `None` if the bytes are not a
 /// certificate.
 #[must_use]
@@ -133,6 +142,20 @@ mod tests {
         assert_eq!(names[0].len(), "key:sha256:".len() + 64, "{names:?}");
         assert_eq!(names_or_key_of(&renewed), names, "the key is the same");
         assert_ne!(names_or_key_of(&certificate(Vec::new())), names, "a different key");
+    }
+
+    #[test]
+    fn common_name_is_the_last_one() {
+        let mut params = rcgen::CertificateParams::new(vec!["host.example".to_owned()]).unwrap();
+        params.distinguished_name = rcgen::DistinguishedName::new();
+        let key = rcgen::KeyPair::generate().unwrap();
+        let nameless = params.clone().self_signed(&key).unwrap();
+        assert_eq!(common_name_of(nameless.der()), None);
+        params.distinguished_name.push(rcgen::DnType::OrganizationName, "vmferry");
+        params.distinguished_name.push(rcgen::DnType::CommonName, "host-a");
+        let named = params.self_signed(&key).unwrap();
+        assert_eq!(common_name_of(named.der()).as_deref(), Some("host-a"));
+        assert_eq!(common_name_of(b"no certificate"), None);
     }
 
     #[test]

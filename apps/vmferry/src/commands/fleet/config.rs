@@ -180,7 +180,9 @@ impl FleetTable {
 impl From<FleetError> for Failure {
     fn from(error: FleetError) -> Self {
         let code = match &error {
-            FleetError::Prefix { .. } | FleetError::HostName { .. } => Code::Usage,
+            FleetError::Prefix { .. }
+            | FleetError::HostName { .. }
+            | FleetError::OperatorName { .. } => Code::Usage,
             FleetError::NameTaken { .. } | FleetError::MigrationUnderWay { .. } => Code::Busy,
             FleetError::UnknownHost { .. } => Code::Usage,
             FleetError::DeclaredLost { .. }
@@ -193,7 +195,10 @@ impl From<FleetError> for Failure {
                     Code::Usage
                 }
                 EtcdError::NoAnswer { .. } | EtcdError::BadAnswer { .. } => Code::Connect,
-                EtcdError::Refused(_) => Code::Authentication,
+                EtcdError::Forbidden { .. }
+                | EtcdError::UnknownUser { .. }
+                | EtcdError::NoUser { .. }
+                | EtcdError::Refused(_) => Code::Authentication,
                 EtcdError::Local(_) | EtcdError::OtherData(_) => Code::Internal,
             },
         };

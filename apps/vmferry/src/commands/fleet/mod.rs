@@ -26,7 +26,7 @@ pub fn run(options: &FleetOptions, output: &Output) -> Result<(), Failure> {
             loss::declare(&table.join()?, &table, options, output)
         }
         FleetCommand::Readmit { ref host } => loss::readmit(&table.join()?, host, output),
-        FleetCommand::Init { restored } => init::run(&table, restored, output),
+        FleetCommand::Init(ref options) => init::run(&table, options, output),
         FleetCommand::Status => show::status(&table.join()?, output),
         FleetCommand::Hosts => show::hosts(&table.join()?, output),
         FleetCommand::Guests => show::guests(&table.join()?, output),
