@@ -8,6 +8,7 @@ mod compression;
 mod dirty_log;
 mod engine;
 mod faults;
+mod fleet;
 mod free_pages;
 mod guest;
 mod interrupt;
@@ -84,6 +85,9 @@ enum Name {
     /// Missing pages of a guest, served by userfaultfd: faults per second and their latency, by
     /// number of threads and descriptors. Needs root.
     Faults,
+    /// What a fleet costs: the witness, orders to move guests, and agents. Takes 3 minutes, and
+    /// needs KVM and root.
+    Fleet,
     /// Guests that run before their memory has arrived: QEMU's post-copy and vmferry's, between two
     /// network namespaces. Takes 15 minutes and 8 GiB of memory, and needs root.
     PostCopy,
@@ -117,7 +121,7 @@ fn main() -> anyhow::Result<()> {
         "--full works only with `compression`, which has a full size"
     );
     match arguments.name {
-        Name::Qemu | Name::Carried | Name::PostCopy | Name::Storage => {
+        Name::Qemu | Name::Carried | Name::PostCopy | Name::Storage | Name::Fleet => {
             interrupt::kill_children_on_signal()?
         }
         Name::Libvirt => interrupt::stop_on_signal()?,
@@ -153,6 +157,7 @@ fn measure(arguments: &Arguments) -> anyhow::Result<Results> {
         Name::Bitmap => bitmap::run(arguments.quick)?,
         Name::FreePages => free_pages::run(arguments.quick)?,
         Name::Faults => faults::run(arguments.quick)?,
+        Name::Fleet => fleet::run(arguments.quick)?,
         Name::PostCopy => post_copy::run(arguments.quick)?,
         Name::Transport => transport::run(arguments.quick)?,
         Name::Compression => compression::run(match (arguments.quick, arguments.full) {

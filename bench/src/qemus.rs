@@ -23,7 +23,7 @@ use crate::results::{least, median, most};
 
 pub use beats::Beats;
 pub use guest::Guest;
-pub use host::process_cpu_s;
+pub use host::{children_cpu_s, process_cpu_s, process_tree_cpu_s};
 pub use lab::Lab;
 
 /// Timeout for any single operation.

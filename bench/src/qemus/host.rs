@@ -55,6 +55,11 @@ pub fn children_cpu_s() -> anyhow::Result<f64> {
     stat_cpu_s("/proc/self/stat", 15)
 }
 
+/// CPU time of a process and of its children that have ended, in seconds.
+pub fn process_tree_cpu_s(pid: u32) -> anyhow::Result<f64> {
+    Ok(process_cpu_s(pid)? + stat_cpu_s(&format!("/proc/{pid}/stat"), 15)?)
+}
+
 /// Sums two fields of proc_pid_stat(5), which are in ticks of 10 ms.
 fn stat_cpu_s(path: &str, first: usize) -> anyhow::Result<f64> {
     let text = std::fs::read_to_string(path)?;

@@ -1,7 +1,7 @@
 //! The environment of the QEMU benchmarks: a directory, certificates, and the `vmferry` command.
 
 use std::net::Ipv4Addr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, ensure};
@@ -27,25 +27,10 @@ impl Lab {
         );
         let world = World::new();
         let lab = Self { tls: world.path("tls"), world, vmferry };
-        let (pki, tls) = (lab.world.path("pki"), lab.tls.clone());
-        let run = |arguments: &[&str]| -> anyhow::Result<()> {
-            let done = lab.command().arg("pki").args(arguments).output()?;
-            ensure!(
-                done.status.success(),
-                "vmferry pki failed: {}",
-                String::from_utf8_lossy(&done.stderr)
-            );
-            Ok(())
-        };
-        let (pki, out) = (pki.display().to_string(), tls.display().to_string());
-        run(&["init", "--dir", &pki])?;
-        let mut issue = vec!["issue", "bench", "--dir", &pki, "--out", &out];
+        lab.pki(&["init", "--dir", text(&lab.world.path("pki"))?])?;
         let addresses = [Ipv4Addr::LOCALHOST, SOURCE_ADDRESS, DESTINATION_ADDRESS];
-        let addresses = addresses.map(|address| address.to_string());
-        for address in &addresses {
-            issue.extend(["--address", address]);
-        }
-        run(&issue)?;
+        lab.issue("bench", &lab.tls, &addresses)?;
+        let tls = &lab.tls;
         // The names that QEMU's `tls-creds-x509` expects.
         for (ours, theirs) in [
             ("ca.pem", "ca-cert.pem"),
@@ -59,6 +44,24 @@ impl Lab {
         Ok(lab)
     }
 
+    /// Issues a certificate for a host with these addresses, in the directory `out`.
+    pub fn issue(&self, host: &str, out: &Path, addresses: &[Ipv4Addr]) -> anyhow::Result<()> {
+        let pki = self.world.path("pki");
+        let mut issue = vec!["issue", host, "--dir", text(&pki)?, "--out", text(out)?];
+        let addresses: Vec<String> = addresses.iter().map(Ipv4Addr::to_string).collect();
+        for address in &addresses {
+            issue.extend(["--address", address]);
+        }
+        self.pki(&issue)
+    }
+
+    fn pki(&self, arguments: &[&str]) -> anyhow::Result<()> {
+        let done = self.command().arg("pki").args(arguments).output()?;
+        let problem = String::from_utf8_lossy(&done.stderr);
+        ensure!(done.status.success(), "vmferry pki failed: {problem}");
+        Ok(())
+    }
+
     /// The command, with a runtime directory of its own.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.vmferry);
@@ -66,4 +69,8 @@ impl Lab {
         command.env("VMFERRY_RUNTIME_DIR", self.world.path_on_tmpfs("host"));
         command
     }
+}
+
+fn text(path: &Path) -> anyhow::Result<&str> {
+    path.to_str().context("a path is not UTF-8")
 }

@@ -1,5 +1,5 @@
-//! The benchmarks of QEMU guests: `qemu`, `storage`, `carried` and `post-copy`. They need the
-//! `vmferry` command in the directory of the benchmark, where the workspace's tests build it.
+//! The benchmarks of QEMU guests: `qemu`, `storage`, `fleet`, `carried` and `post-copy`. They need
+//! the `vmferry` command in the directory of the benchmark, where the workspace's tests build it.
 
 use serde_json::Value;
 
@@ -27,6 +27,34 @@ fn storage_prints_the_documented_json() {
     assert_positive(compared, &["source_ms", "destination_ms", "downtime_ms"]);
     assert_positive(other, &["downtime_ms"]);
     assert_ratios(&results, &["downtime_compared"]);
+}
+
+#[test]
+#[ignore = "slow: `make test-all` runs it"]
+fn fleet_prints_the_documented_json() {
+    vmferry_kit::need_kvm();
+    let results = run("fleet");
+    assert_eq!(rows(&results).len(), 2, "with the witness, and without");
+    for row in rows(&results) {
+        assert_positive(row, &["downtime_ms", "commit_ms", "total_ms"]);
+    }
+    let table = |name: &str| results[name].as_array().unwrap();
+    assert_eq!(table("moves").len(), 2, "by order, and by `send`");
+    for row in table("moves") {
+        assert_positive(row, &["first_page_ms", "total_ms"]);
+    }
+    for row in table("etcd_for_one_order") {
+        assert_positive(row, &["transactions"]);
+    }
+    for row in table("agent") {
+        assert_positive(row, &["rss_mib", "peak_rss_mib"]);
+    }
+    assert_ratios(&results, &["etcd_transactions_per_migration", "agent_rss_mib"]);
+    // These are differences, which may be negative in one run.
+    for name in ["witness_downtime_ms", "witness_commit_ms", "move_overhead_ms"] {
+        assert!(results["ratios"][name].is_number(), "{name}");
+    }
+    assert_eq!(table("aims").len(), 4);
 }
 
 #[test]

@@ -5,7 +5,8 @@
 
 mod member;
 
-use std::net::Ipv4Addr;
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, SocketAddrV4, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -58,7 +59,7 @@ impl EtcdCluster {
         request.addresses = vec![address.to_string(), Ipv4Addr::LOCALHOST.to_string()];
         pki::issue(&authority, &directory.path().join("server"), &request).expect(ok);
         let members = (0..members).map(|number| {
-            let port = PORTS.fetch_add(2, Ordering::Relaxed);
+            let port = PORTS.fetch_add(3, Ordering::Relaxed);
             Member::new(directory.path(), number, address, port)
         });
         let mut cluster =
@@ -87,6 +88,14 @@ impl EtcdCluster {
                 .expect("certificates can be made");
         }
         out
+    }
+
+    /// The metrics of each member, in the text format of Prometheus.
+    ///
+    /// # Errors
+    /// A member does not answer.
+    pub fn metrics(&self) -> io::Result<Vec<String>> {
+        self.members.iter().map(|member| get(member.metrics_address(), "/metrics")).collect()
     }
 
     /// Kills a member (SIGKILL).
@@ -235,6 +244,20 @@ fn own_address() -> Ipv4Addr {
     // Process numbers have 22 bits. Addresses with less than 64 may be used by others.
     let [_, high, middle, low] = std::process::id().to_be_bytes();
     Ipv4Addr::new(127, 64 + high, middle, low)
+}
+
+/// The answer to an HTTP request, with its header.
+fn get(address: SocketAddrV4, path: &str) -> io::Result<String> {
+    let mut stream = TcpStream::connect(address)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    // The server of HTTP/1.0 ends the answer by closing the connection, and does not divide it.
+    write!(stream, "GET {path} HTTP/1.0\r\n\r\n")?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer)?;
+    match answer.starts_with("HTTP/1.0 200") {
+        true => Ok(answer),
+        false => Err(io::Error::other(format!("{address}{path}: {answer:.200}"))),
+    }
 }
 
 fn program(name: &str) -> PathBuf {

@@ -1,7 +1,7 @@
 //! One member of a cluster.
 
 use std::fs::File;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddrV4};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
@@ -15,7 +15,7 @@ use crate::{PATIENCE, program};
 pub struct Member {
     name: String,
     address: Ipv4Addr,
-    /// For clients. The next one is for the other members.
+    /// For clients. The next one is for the other members, and the one after that for metrics.
     port: u16,
     data: PathBuf,
     log: PathBuf,
@@ -41,6 +41,11 @@ impl Member {
         format!("https://{}:{}", self.address, self.port + 1)
     }
 
+    /// Where it serves its metrics, without TLS.
+    pub fn metrics_address(&self) -> SocketAddrV4 {
+        SocketAddrV4::new(self.address, self.port + 2)
+    }
+
     /// The end of what it has printed.
     pub fn log(&self) -> String {
         let text = std::fs::read_to_string(&self.log).unwrap_or_default();
@@ -56,11 +61,13 @@ impl Member {
         let mut command = Command::new("setpriv");
         command.args(["--pdeathsig", "KILL", "--"]).arg(program("etcd"));
         let (client, peer) = (self.client_url(), self.peer_url());
+        let metrics = format!("http://{}", self.metrics_address());
         for (option, value) in [
             ("--name", self.name.as_str()),
             ("--listen-client-urls", &client),
             ("--advertise-client-urls", &client),
             ("--listen-peer-urls", &peer),
+            ("--listen-metrics-urls", &metrics),
             ("--initial-advertise-peer-urls", &peer),
             ("--initial-cluster", initial_cluster),
             ("--initial-cluster-token", token),

@@ -240,6 +240,19 @@ impl Machine {
         }
         line
     }
+
+    /// The command line for a template of `vmferry daemon`. A shell replaces variables in `name`.
+    pub fn template(&self, world: &World, name: &str) -> String {
+        let mut command = String::from("env");
+        if let Some(libraries) = self.libraries() {
+            command += &format!(" LD_LIBRARY_PATH={}", libraries.display());
+        }
+        for word in self.command_line(world, name) {
+            // Templates may have several lines.
+            command += &format!("\n  \"{}\"", word.display());
+        }
+        command
+    }
 }
 
 /// The paths of QEMU 10.0 and its guest, for callers that start them in another way.

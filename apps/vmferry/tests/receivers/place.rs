@@ -145,13 +145,7 @@ pub fn start(host: &Host, config: &std::path::Path, cable: &Cable) -> Running {
 /// The command line of a QEMU like the guest's. The shell replaces variables, so that each QEMU has
 /// its own files.
 pub fn command(scene: &Scene) -> String {
-    let libraries = scene.machine.libraries().unwrap();
-    let mut command = format!("env LD_LIBRARY_PATH={}", libraries.display());
-    for word in scene.machine.command_line(&scene.lab, "arrived-$VMFERRY_GUEST-$$") {
-        // Templates may have several lines.
-        command += &format!("\n  \"{}\"", word.display());
-    }
-    command
+    scene.machine.template(&scene.lab, "arrived-$VMFERRY_GUEST-$$")
 }
 
 impl Arrived {
