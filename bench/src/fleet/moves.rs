@@ -98,8 +98,8 @@ pub fn move_tested(place: &Place, from: usize, way: Way, others: usize) -> anyho
         // Nothing is ordered and admitted.
         Way::Send => (BTreeMap::new(), send(place, from, &socket)?),
     };
-    let done = place.served()?;
     let total_ms = begun.elapsed().context("the clock was set back")?.as_secs_f64() * 1e3;
+    let done = place.served()?;
     let cpu_s = place.cpu_s()? - cpu_s;
     // `send` prints it when the daemon has answered.
     let receiving = moment(&output, begun, |line| line["event"] == "started")?;
@@ -130,6 +130,7 @@ fn order(
     while child.try_wait()?.is_none() {
         // The agent removes it after the migration: it is opened before, and read afterwards.
         sender = sender.or_else(|| output_of_sender(source));
+        // A wait for either the file or the end of the command must poll.
         std::thread::sleep(LOOK_PERIOD);
     }
     let said = lines(&succeeded(child.wait_with_output()?)?.stdout)?;
