@@ -66,7 +66,8 @@ impl Fate {
 impl Fleet {
     /// Declares a host lost, after it was fenced: what it was sending is not claimed any more, and
     /// its agent can't join until [`readmit`](Self::readmit). May be repeated. Returns what has
-    /// become of the guests that the host had published.
+    /// become of the guests that the host had published. They stay published until its agent has
+    /// joined again.
     ///
     /// # Errors
     /// There is no such host, etcd does not answer, or an object can't be read. Then it may be done
@@ -94,9 +95,6 @@ impl Fleet {
         for (uuid, guest_name) in guests {
             let of_guest = sessions.iter().filter(|(_, session, _)| session.guest == uuid);
             let fate = fate(name, uuid, &hosts, of_guest);
-            if fate.is_decided() {
-                self.remove(&self.prefix().key(&name.key(&format!("guests/{uuid}"))))?;
-            }
             fates.push(LostGuest { uuid, name: guest_name, fate });
         }
         self.end_migrations(name, &fates)?;

@@ -3,7 +3,7 @@
 //! | role | reads | writes, which includes removing |
 //! | --- | --- | --- |
 //! | `PREFIX host NAME` | all below `PREFIX/` | `hosts/NAME/`, `migrations/`, `sessions/` there |
-//! | `PREFIX operator` | all below `PREFIX/` | `orders/`, `migrations/`, `sessions/`, `hosts/` there |
+//! | `PREFIX operator` | all below `PREFIX/` | `orders/`, `migrations/`, `sessions/` there |
 //!
 //! Prefixes and names of hosts have no spaces, so no two roles have one name.
 
@@ -59,10 +59,8 @@ impl FleetUser {
     fn permissions(&self, prefix: &FleetPrefix) -> Vec<Permission> {
         let written = match self {
             Self::Host(name) => vec![name.key(""), "migrations/".into(), "sessions/".into()],
-            // Declaring a host lost removes its guests, and frees sessions.
-            Self::Operator(_) => {
-                ["orders/", "migrations/", "sessions/", "hosts/"].map(String::from).to_vec()
-            }
+            // Declaring a host lost frees sessions.
+            Self::Operator(_) => vec!["orders/".into(), "migrations/".into(), "sessions/".into()],
         };
         let below = |directory: &str, kind| {
             let range = KeyRange::below(&prefix.key(directory));

@@ -146,12 +146,14 @@ fn guests_of_a_lost_host_are_free_unless_another_host_has_claimed_them() {
     assert_eq!(place.lose(), expected);
     // Nothing that is free can be claimed any more, and the source can't take it back.
     assert_eq!(place.ask(late, &[Claim, TakeBack]), Register::Freed);
-    // What is not decided stays listed, and is decided by what `b` says.
-    assert_eq!(place.guests_of("a"), 1);
-    assert_eq!(place.lose().into_values().collect::<Vec<_>>(), [Fate::Claimed { host: b() }]);
+    // What is not decided is decided by what `b` says.
+    assert_eq!(place.lose(), expected);
     place.ask(claimed, &[Report(SessionWord::Aborted)]);
-    assert_eq!(place.lose().into_values().collect::<Vec<_>>(), [Fate::Free]);
-    assert_eq!((place.guests_of("a"), place.guests_of("b")), (0, 1));
+    assert_eq!(place.lose()["guest-3"], Fate::Free);
+    // The guest was started elsewhere.
+    place.b.publish(vec![guest(1, GuestPhase::Running), guest(8, GuestPhase::Running)]).unwrap();
+    assert_eq!(place.lose()["guest-1"], Fate::Elsewhere { host: b() });
+    assert_eq!((place.guests_of("a"), place.guests_of("b")), (8, 2));
 }
 
 #[test]

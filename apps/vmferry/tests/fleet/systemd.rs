@@ -130,6 +130,7 @@ impl Place {
             host.systemctl_ok(&["start", "vmferry-daemon"]);
         }
         let operator = world.host("operator");
+        shows(&operator, &table, "status", |shown| shown["hosts_present"] == 2);
         shows(&operator, &table, "guests", |shown| is_only_on(shown, "a", "running"));
         Self { a, b, world, lab, operator, table, _etcd: etcd }
     }

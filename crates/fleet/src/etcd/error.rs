@@ -43,9 +43,8 @@ pub enum EtcdError {
     },
     /// The client's user may not do that.
     #[error(
-        "etcd's roles do not let user `{user}` {access}; its roles: {}. Check the certificate that \
-         `tls` of the table [fleet] names, `host` and `prefix`, or give the user its role by \
-         `vmferry fleet init --host NAME`",
+        "etcd's roles do not let user `{user}` {access}; its roles: {}. Check the certificate, the \
+         host's name and the prefix, or give the user its role",
         listed(roles)
     )]
     Forbidden {
@@ -59,8 +58,7 @@ pub enum EtcdError {
     /// etcd does not have the client's user.
     #[error(
         "etcd has no user `{user}`, which is the common name of this certificate, so it does not \
-         let it {access}: use the certificate of one of its users, or make the user by `vmferry \
-         fleet init --host NAME`"
+         let it {access}: use the certificate of one of its users, or make the user"
     )]
     UnknownUser {
         /// The user.
@@ -70,9 +68,8 @@ pub enum EtcdError {
     },
     /// etcd does not know the client's user.
     #[error(
-        "etcd checks roles and does not know which user wants to {access}: set `tls` in the table \
-         [fleet], with a certificate that has a common name, and start etcd's members with \
-         --client-cert-auth"
+        "etcd checks roles and does not know which user wants to {access}: use a certificate with \
+         a common name, and start etcd's members with --client-cert-auth"
     )]
     NoUser {
         /// What was to be done.

@@ -202,10 +202,18 @@ impl From<FleetError> for Failure {
                 EtcdError::Local(_) | EtcdError::OtherData(_) => Code::Internal,
             },
         };
-        if let FleetError::Missing { .. } = error {
-            let text = "there is no fleet yet: run `vmferry fleet init` once";
-            return Self::of(code, anyhow::Error::new(error).context(text));
-        }
-        Self::of(code, error)
+        let advice = match &error {
+            FleetError::Missing { .. } => "there is no fleet yet: run `vmferry fleet init` once",
+            FleetError::Etcd(
+                EtcdError::Forbidden { .. }
+                | EtcdError::UnknownUser { .. }
+                | EtcdError::NoUser { .. },
+            ) => {
+                "see `tls`, `host` and `prefix` of the table [fleet], or run `vmferry fleet init \
+                 --host NAME` (--operator NAME)"
+            }
+            _ => return Self::of(code, error),
+        };
+        Self::of(code, anyhow::Error::new(error).context(advice))
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 use vmferry_fleet::{
-    EtcdError, Fleet, FleetError, FleetUser, GrantedRole, HostName, OperatorName, RoleChange,
+    Fleet, FleetError, FleetUser, GrantedRole, HostName, OperatorName, RoleChange,
 };
 
 use super::config::FleetTable;
@@ -118,18 +118,16 @@ has a user (--host, --operator), enable authentication, as root from then on:
 
 /// Says whose certificate it takes, if etcd has refused something.
 fn with_advice(failure: Failure) -> Failure {
-    let refused = match failure.error.downcast_ref::<FleetError>() {
-        Some(FleetError::Etcd(error)) => matches!(
-            error,
-            EtcdError::Forbidden { .. } | EtcdError::UnknownUser { .. } | EtcdError::NoUser { .. }
-        ),
-        _ => false,
-    };
-    if !refused {
+    if failure.code != Code::Authentication {
         return failure;
     }
     let text = "a fleet is made by a user of etcd with the role root: let `tls` name that user's \
                 certificate, for example in a file with the table [fleet] alone, and pass the file \
                 with --config";
-    Failure::of(Code::Authentication, failure.error.context(text))
+    // In place of the advice that other commands give.
+    let error = match failure.error.downcast::<FleetError>() {
+        Ok(error) => anyhow::Error::new(error),
+        Err(other) => other,
+    };
+    Failure::of(Code::Authentication, error.context(text))
 }

@@ -92,7 +92,8 @@ pub fn order(fleet: &Fleet, options: &MoveOptions, output: &Output) -> Result<()
 /// The guest with this name or UUID, on the host that has it.
 fn find<'a>(hosts: &'a [HostView], wanted: &str) -> Result<(&'a HostView, &'a Guest), Failure> {
     let matches = |guest: &Guest| guest.name == wanted || guest.uuid.to_string() == wanted;
-    let all = hosts.iter().flat_map(|view| view.guests.iter().flatten().map(move |it| (view, it)));
+    let alive = hosts.iter().filter(|view| view.orders.lost.is_none());
+    let all = alive.flat_map(|view| view.guests.iter().flatten().map(move |it| (view, it)));
     let found: Vec<_> = all.filter(|(_, guest)| matches(guest)).collect();
     let here: Vec<_> = found.iter().copied().filter(|(_, guest)| guest.phase.is_here()).collect();
     match (&here[..], &found[..]) {

@@ -51,6 +51,7 @@ pub fn guests(fleet: &Fleet, output: &Output) -> Result<(), Failure> {
             Ok(guest) => {
                 let mut shown = json!(guest);
                 shown["host"] = view.name.to_string().into();
+                shown["phase"] = phase(view, guest);
                 shown["on_two_hosts"] = twice.contains_key(&guest.uuid).into();
                 shown
             }
@@ -64,7 +65,7 @@ pub fn guests(fleet: &Fleet, output: &Output) -> Result<(), Failure> {
             table.add_row([
                 guest.name.clone(),
                 view.name.to_string(),
-                word(&json!(guest.phase)),
+                word(&phase(view, guest)),
                 word(&json!(guest.vmm)),
                 guest.memory_bytes.map_or_else(String::new, human),
                 guest.vcpus.map_or_else(String::new, |vcpus| vcpus.to_string()),
@@ -146,10 +147,15 @@ pub fn state(view: &HostView) -> String {
     format!("{heard}{cordoned}{lost}")
 }
 
+/// What a guest does; nothing any more if its host was fenced.
+pub fn phase(view: &HostView, guest: &Guest) -> Value {
+    if view.orders.lost.is_some() { json!("lost") } else { json!(guest.phase) }
+}
+
 /// Guests that two hosts say they have, with a sentence about each.
 fn on_two_hosts(hosts: &[HostView]) -> BTreeMap<Uuid, String> {
     let mut by_uuid: BTreeMap<Uuid, Vec<(&HostView, &Guest)>> = BTreeMap::new();
-    for view in hosts {
+    for view in hosts.iter().filter(|view| view.orders.lost.is_none()) {
         for guest in view.guests.iter().flatten().filter(|guest| guest.phase.is_here()) {
             by_uuid.entry(guest.uuid).or_default().push((view, guest));
         }

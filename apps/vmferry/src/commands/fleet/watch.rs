@@ -90,7 +90,7 @@ fn picture(hosts: &[HostView], migrations: &[MigrationView]) -> Picture {
         for (number, guest) in view.guests.iter().enumerate() {
             let (key, shown) = match guest {
                 Ok(guest) => {
-                    let phase = json!(guest.phase);
+                    let phase = show::phase(view, guest);
                     let words = format!("guest {} on {name}: {}", guest.name, show::word(&phase));
                     let event = json!({
                         "event": "guest", "host": name, "uuid": guest.uuid, "name": guest.name,
