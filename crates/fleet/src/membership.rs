@@ -35,12 +35,14 @@ impl Membership {
     /// # Errors
     /// [`FleetError::NameTaken`], or etcd does not answer.
     pub fn begin(fleet: Arc<Fleet>, name: HostName, host: Host) -> Result<Self, FleetError> {
-        let lease = fleet.etcd().grant(LEASE)?;
         let presence = Presence { instance: host.instance, memory_available_bytes: None };
         let guests = BTreeMap::new();
+        // A host that may not join gets no lease, however often it tries.
+        let lease = LeaseId::NONE;
         let mut member = Self { fleet, name, lease, presence, host, guests };
         member.check()?;
         member.check_name()?;
+        member.lease = member.fleet.etcd().grant(LEASE)?;
         member.publish_presence()?;
         member.publish_host()?;
         member.read_guests()?;

@@ -43,14 +43,9 @@ impl Fleet {
         Ok(object)
     }
 
-    /// The same as [`update`](Self::update), always with a fresh look first, and nothing is kept of
-    /// it.
-    pub(crate) fn decide<T: Kind + Clone>(
-        &self,
-        key: &str,
-        change: impl Fn(Option<&T>) -> Option<T>,
-    ) -> Result<Option<T>, FleetError> {
-        Ok(self.change_from(key, None, None, change)?.0)
+    /// Keeps nothing of an object that does not change any more.
+    pub(crate) fn forget(&self, key: &str) {
+        self.known.lock().remove(key);
     }
 
     /// Makes a change, at first of the object that `found` has. Returns the object then, and its

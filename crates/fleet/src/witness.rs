@@ -71,12 +71,16 @@ impl Fleet {
         key: &str,
         request: Option<WitnessRequest>,
     ) -> Result<Register, FleetError> {
-        let object = self.decide(key, |found: Option<&Session>| {
+        let object = self.update(key, |found: Option<&Session>| {
             let (found, request) = (found?, request?);
             let register = found.register.after(request);
             (register != found.register).then(|| Session { register, ..found.clone() })
         })?;
-        Ok(object.map_or(Register::Unopened, |session| session.register))
+        let register = object.map_or(Register::Unopened, |session| session.register);
+        if register.is_final() {
+            self.forget(key);
+        }
+        Ok(register)
     }
 
     fn session_key(&self, session: SessionId) -> String {
@@ -94,7 +98,7 @@ impl Witness for EtcdWitness {
         let (guest, destination) = (guest.uuid, self.host.clone());
         let opened = Session { register, guest, destination };
         let object =
-            self.fleet.decide(&self.fleet.session_key(session), |found: Option<&Session>| {
+            self.fleet.update(&self.fleet.session_key(session), |found: Option<&Session>| {
                 found.is_none().then(|| opened.clone())
             })?;
         Ok(object.map_or(Register::Unopened, |session| session.register))

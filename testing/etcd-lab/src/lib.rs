@@ -3,6 +3,7 @@
 
 #![forbid(unsafe_code)]
 
+mod disk;
 mod member;
 
 use std::io::{self, Read, Write};
@@ -15,6 +16,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use vmferry_transport::pki::{self, IssueRequest, Validity};
 
+use self::disk::SmallDisk;
 use self::member::Member;
 
 /// How long a step may take on a busy machine.
@@ -25,6 +27,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 #[derive(Debug)]
 pub struct EtcdCluster {
     members: Vec<Member>,
+    /// Where the members' data are, if a test fills it.
+    disk: Option<SmallDisk>,
     directory: TempDir,
     /// Restored clusters have another `--initial-cluster-token`, unless a test says otherwise.
     token: String,
@@ -46,6 +50,20 @@ impl EtcdCluster {
     /// If etcd was not fetched, or does not start.
     #[must_use]
     pub fn start(members: u16) -> Self {
+        Self::start_at(members, false)
+    }
+
+    /// Starts a cluster whose members share a disk that can be [filled](Self::fill_disk), which
+    /// needs root.
+    ///
+    /// # Panics
+    /// As [`start`](Self::start).
+    #[must_use]
+    pub fn start_on_a_small_disk(members: u16) -> Self {
+        Self::start_at(members, true)
+    }
+
+    fn start_at(members: u16, on_small_disk: bool) -> Self {
         static PORTS: AtomicU16 = AtomicU16::new(2379);
         let directory =
             tempfile::Builder::new().prefix("vmferry-etcd-").tempdir().expect("a directory");
@@ -58,12 +76,18 @@ impl EtcdCluster {
         // loopback address come from the first one.
         request.addresses = vec![address.to_string(), Ipv4Addr::LOCALHOST.to_string()];
         pki::issue(&authority, &directory.path().join("server"), &request).expect(ok);
+        let data = directory.path().join("data");
+        let disk = match on_small_disk {
+            true => Some(SmallDisk::mount(&data)),
+            false => std::fs::create_dir(&data).map(|()| None).expect("a directory"),
+        };
         let members = (0..members).map(|number| {
             let port = PORTS.fetch_add(3, Ordering::Relaxed);
-            Member::new(directory.path(), number, address, port)
+            let inside = disk.as_ref().map(SmallDisk::inside).unwrap_or_default();
+            Member::new(directory.path(), &data, inside, number, address, port)
         });
-        let mut cluster =
-            Self { members: members.collect(), directory, token: "token-1".to_owned() };
+        let (members, token) = (members.collect::<Vec<_>>(), "token-1".to_owned());
+        let mut cluster = Self { members, disk, directory, token };
         cluster.start_all();
         cluster
     }
@@ -96,6 +120,27 @@ impl EtcdCluster {
     /// A member does not answer.
     pub fn metrics(&self) -> io::Result<Vec<String>> {
         self.members.iter().map(|member| get(member.metrics_address(), "/metrics")).collect()
+    }
+
+    /// Leaves no room on the disk of all members.
+    ///
+    /// # Panics
+    /// If they have no [small one](Self::start_on_a_small_disk).
+    pub fn fill_disk(&self) {
+        self.disk.as_ref().expect("a small disk").fill();
+    }
+
+    /// Makes room on the disk, and starts the members that have ended without it.
+    ///
+    /// # Panics
+    /// As [`fill_disk`](Self::fill_disk), or if they can't be started.
+    pub fn free_disk(&mut self) {
+        self.disk.as_ref().expect("a small disk").free();
+        for number in 0..self.members.len() {
+            if self.members[number].has_ended() {
+                self.restart(number);
+            }
+        }
     }
 
     /// Kills a member (SIGKILL).

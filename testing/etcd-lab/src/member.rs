@@ -18,15 +18,24 @@ pub struct Member {
     /// For clients. The next one is for the other members, and the one after that for metrics.
     port: u16,
     data: PathBuf,
+    /// Of its command.
+    prefix: Vec<String>,
     log: PathBuf,
     process: Option<Child>,
 }
 
 impl Member {
-    pub fn new(directory: &Path, number: u16, address: Ipv4Addr, port: u16) -> Self {
+    pub fn new(
+        directory: &Path,
+        data: &Path,
+        prefix: Vec<String>,
+        number: u16,
+        address: Ipv4Addr,
+        port: u16,
+    ) -> Self {
         let name = format!("etcd-{number}");
         let log = directory.join(format!("{name}.log"));
-        Self { data: directory.join(&name), name, address, port, log, process: None }
+        Self { data: data.join(&name), prefix, name, address, port, log, process: None }
     }
 
     pub fn name(&self) -> &str {
@@ -59,7 +68,7 @@ impl Member {
         let log = log.expect("a log can be made");
         // A test that is killed leaves no etcd.
         let mut command = Command::new("setpriv");
-        command.args(["--pdeathsig", "KILL", "--"]).arg(program("etcd"));
+        command.args(["--pdeathsig", "KILL", "--"]).args(&self.prefix).arg(program("etcd"));
         let (client, peer) = (self.client_url(), self.peer_url());
         let metrics = format!("http://{}", self.metrics_address());
         for (option, value) in [
@@ -91,6 +100,12 @@ impl Member {
         self.process = Some(command.spawn().expect("etcd needs setpriv of util-linux"));
     }
 
+    /// Whether it has ended by itself.
+    pub fn has_ended(&mut self) -> bool {
+        let ended = |process: &mut Child| process.try_wait().expect("a child").is_some();
+        self.process.take_if(ended).is_some()
+    }
+
     pub fn kill(&mut self) {
         let mut process = self.process.take().expect("etcd runs");
         process.kill().expect("etcd can be killed");
@@ -119,7 +134,7 @@ impl Member {
         threads.flatten().all(|thread| {
             // A thread that has ended does nothing any more.
             let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
-            stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('T'))
+            stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with(['T', 'Z', 'X']))
         })
     }
 

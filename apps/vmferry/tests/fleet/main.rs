@@ -1,6 +1,7 @@
 //! Fleets: hosts with a `vmferry daemon` each, which share a real etcd.
 
 mod commands;
+mod faults;
 mod loss;
 mod members;
 mod moves;
@@ -11,6 +12,7 @@ mod qemu;
 mod receivers;
 mod refused;
 mod roles;
+mod running;
 #[path = "../support/mod.rs"]
 mod support;
 mod systemd;

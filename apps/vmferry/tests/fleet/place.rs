@@ -17,6 +17,8 @@ pub struct Member {
     pub host: Host,
     pub daemon: Running,
     config: PathBuf,
+    /// Of the daemon's command.
+    prefix: Vec<String>,
     /// The socket of its witness.
     pub witness: PathBuf,
     /// Where it listens.
@@ -128,8 +130,25 @@ impl Member {
         member
     }
 
-    /// The same, and waits for nothing.
+    /// The same with a prefix of the daemon's command.
+    pub fn start_under(
+        world: &World,
+        name: &str,
+        link: &str,
+        tables: &str,
+        prefix: &[String],
+    ) -> Self {
+        let mut member = Self::spawn_under(world, name, link, tables, prefix);
+        member.has_joined();
+        member
+    }
+
+    /// The same as [`start_with`](Self::start_with), and waits for nothing.
     pub fn spawn_with(world: &World, name: &str, link: &str, tables: &str) -> Self {
+        Self::spawn_under(world, name, link, tables, &[])
+    }
+
+    fn spawn_under(world: &World, name: &str, link: &str, tables: &str, prefix: &[String]) -> Self {
         let host = world.host(name);
         let config = world.path(&format!("{name}.toml"));
         let written = format!(
@@ -137,9 +156,10 @@ impl Member {
             world.path(&format!("peers-{name}")),
         );
         std::fs::write(&config, written).unwrap();
-        let daemon = host.start(&["daemon", "--config", text(&config)]);
+        let prefix = prefix.to_vec();
+        let daemon = host.start_under(&prefix, &["daemon", "--config", text(&config)]);
         let witness = host.runtime.join("witness");
-        Self { host, daemon, config, witness, address: String::new() }
+        Self { host, daemon, config, prefix, witness, address: String::new() }
     }
 
     /// Starts the daemon again after its end, and waits until it has joined.
@@ -150,7 +170,8 @@ impl Member {
 
     /// Starts the daemon again.
     pub fn start_again(&mut self) {
-        self.daemon = self.host.start(&["daemon", "--config", text(&self.config)]);
+        let command = ["daemon", "--config", text(&self.config)];
+        self.daemon = self.host.start_under(&self.prefix, &command);
     }
 
     /// Waits until the daemon listens and its agent has joined, in either order.

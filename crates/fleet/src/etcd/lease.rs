@@ -12,6 +12,11 @@ use super::{Access, Etcd, EtcdError};
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LeaseId(pub(super) i64);
 
+impl LeaseId {
+    /// No lease, in etcd's messages too.
+    pub(crate) const NONE: Self = Self(0);
+}
+
 impl Etcd {
     /// A new lease, which ends this time after it was kept alive last. A second attempt leaves one
     /// that ends by itself.
