@@ -94,7 +94,7 @@ fn faults_leave_one_owner_and_no_doubt() {
             (first.parse().unwrap()..end.parse().unwrap()).collect()
         }
         Err(_) if all() => (0..number).collect(),
-        Err(_) => (0..number).step_by(12).collect(),
+        Err(_) => (0..number).step_by(20).collect(),
     };
     let (tally, longest) = (Mutex::new(Tally::default()), Mutex::new(Duration::ZERO));
     let moves = seeds.len();
