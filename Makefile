@@ -4,8 +4,8 @@ PROFILE ?= release
 VMFERRY := target/$(if $(filter release,$(PROFILE)),release,debug)/vmferry
 PROFILE_FLAG := $(if $(filter release,$(PROFILE)),--release,)
 
-.PHONY: help setup setup-tests build demo demo-qemu demo-libvirt check test test-busy test-all \
-	msrv crates lint model soak reliability fuzz bench package package-test clean
+.PHONY: help setup setup-tests build demo demo-qemu demo-libvirt demo-fleet check test test-busy \
+	test-all msrv crates lint model soak reliability fuzz bench package package-test clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -29,6 +29,12 @@ demo-libvirt: build ## Move a guest of libvirt between two hosts of this machine
 	@scripts/setup-libvirt
 	@. scripts/environment && VMFERRY=$(abspath $(VMFERRY)) \
 		$(CARGO) run --locked --quiet $(PROFILE_FLAG) --package vmferry-libvirt-lab
+
+demo-fleet: build ## Move guests of a fleet while an etcd and an agent are killed (root)
+	@scripts/setup-qemu
+	@scripts/setup-etcd
+	@. scripts/environment && $(CARGO) build --locked $(PROFILE_FLAG) --package vmferry-qemu-lab
+	@VMFERRY=$(abspath $(VMFERRY)) scripts/demo-fleet
 
 check test test-busy test-all: export CARGO := $(CARGO)
 

@@ -13,6 +13,7 @@ fn main() {
         ("QEMU_ROMS", fixture.roms),
         ("GUEST_KERNEL", fixture.kernel),
         ("GUEST_INITRAMFS", fixture.initramfs),
+        ("GUEST_ELF", fixture.bare_metal),
     ] {
         println!("{name}='{}'", value.display());
     }

@@ -1,6 +1,7 @@
 //! Fleets: hosts with a `vmferry daemon` each, which share a real etcd.
 
 mod commands;
+mod demo;
 mod faults;
 mod loss;
 mod members;
