@@ -13,6 +13,9 @@ use vmferry_qemu::{Glance, process_name};
 /// milliseconds.
 const ASK_PERIOD: Duration = Duration::from_secs(10);
 
+/// The same for one that has shown no guest yet: it may just have arrived.
+const ASK_AGAIN_PERIOD: Duration = Duration::from_secs(2);
+
 /// The QEMUs with sockets `*.qmp` in some directories.
 #[derive(Debug)]
 pub struct Qemus {
@@ -43,7 +46,7 @@ impl Qemus {
             let before =
                 known.remove(&socket).filter(|known| known.inode == inode && known.lives());
             let known = match before {
-                Some(known) if known.asked.elapsed() < ASK_PERIOD => known,
+                Some(known) if known.asked.elapsed() < known.ask_period() => known,
                 before => {
                     let seen = Glance::at(&socket).ok();
                     let seen = seen.or(before.and_then(|known| known.seen));
@@ -111,6 +114,13 @@ impl Qemus {
 }
 
 impl Known {
+    fn ask_period(&self) -> Duration {
+        match &self.seen {
+            Some(seen) if seen.state != "inmigrate" => ASK_PERIOD,
+            _ => ASK_AGAIN_PERIOD,
+        }
+    }
+
     fn lives(&self) -> bool {
         let pid = self.seen.as_ref().and_then(|seen| seen.pid);
         pid.is_none_or(|pid| Path::new(&format!("/proc/{pid}")).exists())

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use vmferry::config::policy::{Admission, DefinitionRules};
@@ -38,18 +38,31 @@ impl Coming {
     }
 }
 
-/// The guests that the fleet admits to this host, as the daemon knows them.
+/// How long a source waits for a daemon whose agent has just started, and has not said yet which
+/// guests are admitted. An agent that does not say it has no fleet to ask.
+const AGENT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The guests that the fleet admits to this host, as the daemon knows them. `None` before its agent
+/// has said it first.
 #[derive(Debug, Default)]
-pub struct Admitted(Mutex<Vec<AdmittedGuest>>);
+pub struct Admitted {
+    guests: Mutex<Option<Vec<AdmittedGuest>>>,
+    said: Condvar,
+}
 
 impl Admitted {
     /// Replaces them.
     pub fn set(&self, guests: Vec<AdmittedGuest>) {
-        *self.0.lock() = guests;
+        *self.guests.lock() = Some(guests);
+        self.said.notify_all();
     }
 
     fn has(&self, source: &PeerIdentity, guest: Option<&GuestIdentity>) -> bool {
-        self.0.lock().iter().any(|admitted| {
+        let mut guests = self.guests.lock();
+        if guests.is_none() {
+            self.said.wait_while_for(&mut guests, |guests| guests.is_none(), AGENT_TIMEOUT);
+        }
+        guests.iter().flatten().any(|admitted| {
             admitted.source.as_ref() == source.names.first()
                 && guest.is_none_or(|guest| *guest == admitted.guest)
         })
@@ -67,17 +80,20 @@ pub struct FleetAdmission {
 
 impl Admission for FleetAdmission {
     fn check_source(&self, source: &PeerIdentity) -> Result<(), String> {
-        match self.admitted.has(source, None) {
+        // What the policy allows waits for nothing.
+        self.policy.check_source(source).or_else(|refusal| match self.admitted.has(source, None) {
             true => Ok(()),
-            false => self.policy.check_source(source),
-        }
+            false => Err(refusal),
+        })
     }
 
     fn check_guest(&self, source: &PeerIdentity, guest: &GuestIdentity) -> Result<(), String> {
-        match self.admitted.has(source, Some(guest)) {
-            true => Ok(()),
-            false => self.policy.check_guest(source, guest),
-        }
+        self.policy.check_guest(source, guest).or_else(|refusal| {
+            match self.admitted.has(source, Some(guest)) {
+                true => Ok(()),
+                false => Err(refusal),
+            }
+        })
     }
 
     fn definition_rules(
@@ -225,6 +241,19 @@ mod tests {
         }
     }
 
+    /// A source that is admitted may come before the next agent has said so.
+    #[test]
+    fn source_waits_for_an_agent_that_has_just_started() {
+        let admitted = Arc::new(Admitted::default());
+        let (source, uuid) = (PeerIdentity::default(), uuid::Uuid::nil());
+        let guest = GuestIdentity { uuid, name: "web".into() };
+        std::thread::scope(|scope| {
+            let asks = scope.spawn(|| admitted.has(&source, Some(&guest)));
+            admitted.set(vec![AdmittedGuest { source: None, guest: guest.clone() }]);
+            assert!(asks.join().unwrap());
+        });
+    }
+
     #[test]
     fn fleet_admits_one_guest_of_one_source_and_no_definition() {
         let admitted = Arc::new(Admitted::default());
@@ -239,6 +268,7 @@ mod tests {
             GuestIdentity { uuid, name: name.into() }
         };
         let (a, b) = (source("spiffe://vmferry/host/a"), source("spiffe://vmferry/host/b"));
+        admitted.set(Vec::new());
         assert!(admission.check_source(&a).is_err());
         let of_a = Some(a.names[0].clone());
         admitted.set(vec![AdmittedGuest { source: of_a, guest: guest("web") }]);

@@ -65,9 +65,10 @@ impl Mover {
                 problem.get_or_insert(error);
             }
         };
+        // Before they were read the daemon is told nothing, not that it admits nobody.
+        let Some(views) = fleet.followed_migrations() else { return Ok(()) };
         let mut ours = Vec::new();
-        // None before they were read.
-        for view in fleet.followed_migrations().into_iter().flatten() {
+        for view in views {
             match view.migration {
                 Ok(migration) => ours.push(migration),
                 Err(error) => note(Err(error.into())),
