@@ -131,8 +131,14 @@ impl Place {
         }
         let operator = world.host("operator");
         shows(&operator, &table, "status", |shown| shown["hosts_present"] == 2);
-        shows(&operator, &table, "guests", |shown| is_only_on(shown, "a", "running"));
-        Self { a, b, world, lab, operator, table, _etcd: etcd }
+        let place = Self { a, b, world, lab, operator, table, _etcd: etcd };
+        place.is_shown_on("a");
+        place
+    }
+
+    /// Waits until the guest is shown on this host only, and runs: agents look once a second.
+    fn is_shown_on(&self, host: &str) -> Value {
+        shows(&self.operator, &self.table, "guests", |shown| is_only_on(shown, host, "running"))
     }
 
     /// Adds what the documentation says that moves need.
@@ -164,8 +170,7 @@ impl Place {
 
     /// Waits until the guest is on `b` only, and checks it there.
     fn has_arrived(&self) {
-        let is_there = |shown: &Value| is_only_on(shown, "b", "running");
-        let shown = shows(&self.operator, &self.table, "guests", is_there);
+        let shown = self.is_shown_on("b");
         let qmp = self.b.path(shown["guests"][0]["socket"].as_str().unwrap());
         let arrived = Arrived::with_console(qmp, |_| self.lab.path("there.out"));
         arrived.check();
@@ -186,6 +191,7 @@ fn daemons_unit_alone_runs_no_qemu_and_traces_none() {
     let refused = "Could not access KVM kernel module: Operation not permitted";
     place.order(&[]).finish().failed(1, refused);
     place.allow_moves("b");
+    place.is_shown_on("a");
     // The source's agent sends it as it can.
     let moved = place.order(&[]).finish().exited(0);
     let why = moved.last()["carried"].as_str().expect("it was carried");
