@@ -89,7 +89,8 @@ pub struct Moved {
 /// stay at the source.
 pub fn move_tested(place: &Place, from: usize, way: Way, others: usize) -> anyhow::Result<Moved> {
     let socket = place.finds_tested(from, others + 1)?;
-    // The agents have just taken a turn. An operator orders at any time in their period.
+    // The agents have just taken a turn, and look at their journals and guests once per period. An
+    // operator orders at any time in it.
     std::thread::sleep(AGENT_PERIOD.mul_f64(fastrand::f64()));
     let (cpu_s, before) = (place.cpu_s()?, place.served()?);
     let begun = SystemTime::now();

@@ -28,8 +28,8 @@ pub trait Witness: Debug + Send + Sync {
     fn open(&self, session: SessionId, guest: &GuestIdentity) -> Result<Register, VmError>;
 
     /// The session's register after `request`, or as it is. A session without a register is
-    /// [`Register::Unopened`]. Blocks for a second or two at most. Called from threads of the engine,
-    /// also from several at once.
+    /// [`Register::Unopened`]. Blocks for a second or two at most. Called from threads of the
+    /// engine, also from several at once.
     ///
     /// # Errors
     /// There was no answer, so it is unknown whether the request has taken effect.

@@ -53,13 +53,19 @@ pub enum Fate {
         /// That host.
         host: HostName,
     },
+    /// It was on its way to the lost host, and the host that has sent it does not know whether it
+    /// has run there; or that host's VMM does not answer.
+    InDoubt {
+        /// The host that has sent it.
+        host: HostName,
+    },
 }
 
 impl Fate {
     /// Whether it is known which host has the guest, or that none has it.
     #[must_use]
     pub fn is_decided(&self) -> bool {
-        !matches!(self, Self::Claimed { .. })
+        !matches!(self, Self::Claimed { .. } | Self::InDoubt { .. })
     }
 }
 
@@ -148,15 +154,16 @@ fn fate<'a>(
     hosts: &[HostView],
     sessions: impl Iterator<Item = &'a (String, Session, i64)>,
 ) -> Fate {
-    let all =
-        hosts.iter().flat_map(|view| view.guests.iter().flatten().map(move |guest| (view, guest)));
-    let mut here = all.filter(|(_, guest)| guest.uuid == uuid && guest.phase.is_here());
-    if let Some((view, guest)) = here.next() {
+    let all = hosts.iter().flat_map(|view| view.guests.iter().flatten().map(move |it| (view, it)));
+    for (view, guest) in all.filter(|(_, guest)| guest.uuid == uuid) {
         let host = view.name.clone();
-        return match guest.phase {
-            GuestPhase::Fetching => Fate::Lacking { host },
-            _ => Fate::Elsewhere { host },
-        };
+        match guest.phase {
+            GuestPhase::Fetching => return Fate::Lacking { host },
+            GuestPhase::InDoubt | GuestPhase::Silent => return Fate::InDoubt { host },
+            phase if phase.is_here() => return Fate::Elsewhere { host },
+            // It served pages to the lost host, or keeps a QEMU without the guest.
+            _ => {}
+        }
     }
     // The last session in which a host has claimed the guest says where it went.
     let claimed = sessions.filter(|(_, session, _)| {

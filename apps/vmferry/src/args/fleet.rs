@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
-use super::parse_rate;
+use super::{parse_duration, parse_rate};
 
 /// `vmferry fleet`.
 #[derive(Debug, Args)]
@@ -149,7 +149,7 @@ pub struct LossOptions {
     /// The host.
     pub host: String,
     /// How long the fencing command may take, such as 90s or 5min.
-    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = parse_duration)]
     pub fence_timeout: Duration,
     /// Fence the host although its agent is heard.
     #[arg(long)]

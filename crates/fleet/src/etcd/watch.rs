@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::task::AbortHandle;
@@ -21,6 +22,9 @@ use super::proto::watch_client::WatchClient;
 use super::proto::watch_request::RequestUnion;
 use super::proto::{Event, RangeRequest, WatchCreateRequest, WatchRequest};
 use super::{ATTEMPT, Etcd, KeyRange, PAGE_KEYS, PAUSE, Value};
+
+/// Pause between two members while all of them fail.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 
 /// The keys of a directory, as they were seen last.
 #[derive(Debug, Default)]
@@ -69,10 +73,15 @@ impl Etcd {
         let (members, headers) = (self.members.clone(), Arc::clone(&self.headers));
         let follower = Follower { prefix, headers, watched: Arc::clone(&watched), changed };
         let task = self.runtime.spawn(async move {
+            let mut pause = PAUSE;
+            // A member that has ended or is silent is replaced by the next one.
             for member in members.iter().cycle() {
-                // A member that has ended or is silent is replaced by the next one.
-                let _ = follower.follow(member).await;
-                tokio::time::sleep(PAUSE).await;
+                if let Ok(revision) = follower.read(member).await {
+                    pause = PAUSE;
+                    let _ = follower.follow(member, revision).await;
+                }
+                tokio::time::sleep(pause).await;
+                pause = LONGEST_PAUSE.min(pause * 2);
             }
         });
         Watch { task: task.abort_handle(), watched }
@@ -88,10 +97,8 @@ struct Follower<F> {
 }
 
 impl<F: Fn()> Follower<F> {
-    /// Follows one member until it fails.
-    async fn follow(&self, member: &Channel) -> Result<(), Status> {
-        let revision = self.read(member).await?;
-        (self.changed)();
+    /// Follows one member from this revision on, until it fails.
+    async fn follow(&self, member: &Channel, revision: i64) -> Result<(), Status> {
         let create = WatchCreateRequest {
             key: self.prefix.clone().into(),
             range_end: KeyRange::below(&self.prefix).end,
@@ -142,6 +149,7 @@ impl<F: Fn()> Follower<F> {
             request.key = last;
         }
         *self.watched.0.lock() = Some(found);
+        (self.changed)();
         Ok(request.revision)
     }
 

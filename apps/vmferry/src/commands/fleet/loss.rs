@@ -47,8 +47,8 @@ pub fn declare(
     });
     if undecided > 0 {
         let text = format!(
-            "{undecided} guests of {name} were claimed by another host, which has not said yet \
-             whether it runs them: start its daemon if it is not heard, then try again"
+            "{undecided} guests of {name} are not decided: start them nowhere. See the hosts that \
+             are named above, then try again"
         );
         return Err(Failure::new(Code::InDoubt, text));
     }
@@ -75,5 +75,6 @@ fn what(fate: &Fate) -> String {
             format!("on {host}, and it lacks pages that were lost: it ends when it needs one")
         }
         Fate::Claimed { host } => format!("claimed by {host}, which has not said whether it runs"),
+        Fate::InDoubt { host } => format!("in doubt on {host}: start it nowhere"),
     }
 }

@@ -86,9 +86,11 @@ pub fn status(fleet: &Fleet, output: &Output) -> Result<(), Failure> {
     let guests: usize = hosts.iter().map(|view| view.guests.len()).sum();
     let silent: Vec<String> = hosts
         .iter()
-        .filter(|view| view.presence.is_none())
+        .filter(|view| view.presence.is_none() && view.orders.lost.is_none())
         .map(|view| view.name.to_string())
         .collect();
+    let lost = hosts.iter().filter(|view| view.orders.lost.is_some());
+    let lost: Vec<String> = lost.map(|view| view.name.to_string()).collect();
     let unreadable = hosts.iter().filter_map(|view| view.host.as_ref().err());
     let of_guests = hosts.iter().flat_map(|view| &view.guests).filter_map(|it| it.as_ref().err());
     let mut problems: Vec<String> = unreadable.chain(of_guests).map(ToString::to_string).collect();
@@ -105,7 +107,7 @@ pub fn status(fleet: &Fleet, output: &Output) -> Result<(), Failure> {
     let shown = json!({
         "prefix": fleet.prefix().to_string(), "cluster": cluster,
         "incarnation": fleet.incarnation(), "hosts": hosts.len(), "hosts_present": present,
-        "silent": silent, "guests": guests, "moves": moves, "problems": problems,
+        "silent": silent, "lost": lost, "guests": guests, "moves": moves, "problems": problems,
     });
     output.result(&shown, || {
         let mut lines = vec![
@@ -114,6 +116,9 @@ pub fn status(fleet: &Fleet, output: &Output) -> Result<(), Failure> {
         ];
         if !silent.is_empty() {
             lines.push(format!("  not heard: {}; their guests may run", silent.join(", ")));
+        }
+        if !lost.is_empty() {
+            lines.push(format!("  declared lost: {}", lost.join(", ")));
         }
         lines.extend(moves.iter().map(|one| {
             let (guest, from, to) = (&one.guest.name, &one.source, &one.destination);

@@ -39,7 +39,7 @@ impl Coming {
 }
 
 /// How long a source waits for a daemon whose agent has just started, and has not said yet which
-/// guests are admitted. An agent that does not say it has no fleet to ask.
+/// guests are admitted. An agent that can't reach etcd never says it.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The guests that the fleet admits to this host, as the daemon knows them. `None` before its agent
