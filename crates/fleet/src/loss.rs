@@ -88,10 +88,12 @@ impl Fleet {
         let guests = lost.map(|guest| guest.map(|guest| (guest.uuid, guest.name)));
         let guests = guests.collect::<Result<Vec<_>, _>>()?;
         let mut sessions = self.sessions()?;
-        // First of all: what another host has not claimed by now, it never will.
+        // First of all: what another host has not claimed by now, it never will. The session of a
+        // guest that runs on another host is one of that host's.
         for (key, session, revision) in &mut sessions {
-            let is_leaving = guests.iter().any(|(uuid, _)| *uuid == session.guest)
-                && session.destination != *name;
+            let is_ours = guests.iter().any(|(uuid, _)| *uuid == session.guest)
+                && !on(&hosts, session.guest).any(|(_, phase)| phase.is_here());
+            let is_leaving = is_ours && session.destination != *name;
             if is_leaving && session.register == Register::Open {
                 session.register = self.ask(key, Some(WitnessRequest::Free))?;
                 *revision = i64::MAX;
@@ -147,6 +149,14 @@ impl Fleet {
     }
 }
 
+/// The hosts that have published a guest, and what it does there.
+fn on(hosts: &[HostView], uuid: Uuid) -> impl Iterator<Item = (&HostName, GuestPhase)> {
+    let of = move |view: &HostView| {
+        view.guests.iter().flatten().find(|it| it.uuid == uuid).map(|it| it.phase)
+    };
+    hosts.iter().filter_map(move |view| Some((&view.name, of(view)?)))
+}
+
 /// What has become of a guest, by what the other hosts say and by its sessions.
 fn fate<'a>(
     lost: &HostName,
@@ -154,16 +164,19 @@ fn fate<'a>(
     hosts: &[HostView],
     sessions: impl Iterator<Item = &'a (String, Session, i64)>,
 ) -> Fate {
-    let all = hosts.iter().flat_map(|view| view.guests.iter().flatten().map(move |it| (view, it)));
-    for (view, guest) in all.filter(|(_, guest)| guest.uuid == uuid) {
-        let host = view.name.clone();
-        match guest.phase {
+    let mut doubt = None;
+    for (host, phase) in on(hosts, uuid) {
+        let host = host.clone();
+        match phase {
             GuestPhase::Fetching => return Fate::Lacking { host },
-            GuestPhase::InDoubt | GuestPhase::Silent => return Fate::InDoubt { host },
             phase if phase.is_here() => return Fate::Elsewhere { host },
+            GuestPhase::InDoubt | GuestPhase::Silent => doubt = Some(Fate::InDoubt { host }),
             // It served pages to the lost host, or keeps a QEMU without the guest.
             _ => {}
         }
+    }
+    if let Some(doubt) = doubt {
+        return doubt;
     }
     // The last session in which a host has claimed the guest says where it went.
     let claimed = sessions.filter(|(_, session, _)| {

@@ -174,6 +174,17 @@ fn guest_that_was_on_its_way_to_the_lost_host_is_left_to_its_source() {
     assert_eq!(place.guests_of("b"), 2);
 }
 
+/// The lost host's entry is old: the guest has left it long ago.
+#[test]
+fn session_of_a_guest_that_another_host_sends_is_left_alone() {
+    let mut place = Place::new();
+    place.a.publish(vec![guest(1, GuestPhase::Running)]).unwrap();
+    place.b.publish(vec![guest(1, GuestPhase::Sending)]).unwrap();
+    let session = place.session(1, "c", 1);
+    assert_eq!(place.lose()["guest-1"], Fate::Elsewhere { host: name("b") });
+    assert_eq!(place.ask(session, &[WitnessRequest::Claim]), Register::Claimed);
+}
+
 #[test]
 fn lost_host_is_out_of_the_fleet_until_it_is_readmitted() {
     let mut place = Place::new();
