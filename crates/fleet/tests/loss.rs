@@ -1,17 +1,17 @@
 //! Hosts that were declared lost, in a real etcd.
 
+mod support;
+
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use uuid::Uuid;
-use vmferry::probe::HostFacts;
 use vmferry::witness::{Register, Witness, WitnessRequest};
 use vmferry_etcd_lab::EtcdCluster;
-use vmferry_fleet::{
-    Etcd, EtcdConfig, EtcdTls, EtcdWitness, Fate, Fleet, FleetPrefix, Guest, GuestPhase, GuestVmm,
-    Host, HostName, Loss, Membership, Migration, MigrationPhase,
-};
-use vmferry_handover::{GuestIdentity, SessionId, SessionWord};
+use vmferry_fleet::{EtcdWitness, Fate, Fleet, GuestPhase, Loss, Membership, MigrationPhase};
+use vmferry_handover::{SessionId, SessionWord};
+
+use support::{fleet, guest, host, identity, name, order};
 
 /// A fleet of the hosts `a`, which will be lost, and `b`.
 struct Place {
@@ -21,41 +21,6 @@ struct Place {
     etcd: EtcdCluster,
 }
 
-fn name(name: &str) -> HostName {
-    HostName::new(name).unwrap()
-}
-
-fn host(instance: u8) -> Host {
-    Host {
-        instance: Uuid::from_bytes([instance; 16]),
-        address: "host.example:7002".to_owned(),
-        identity: None,
-        cpus: 2,
-        memory_bytes: 1 << 30,
-        labels: BTreeMap::new(),
-        networks: Vec::new(),
-        templates: Vec::new(),
-        facts: HostFacts::default(),
-    }
-}
-
-fn guest(number: u8, phase: GuestPhase) -> Guest {
-    Guest {
-        uuid: Uuid::from_bytes([number; 16]),
-        name: format!("guest-{number}"),
-        vmm: GuestVmm::Qemu,
-        phase,
-        memory_bytes: None,
-        vcpus: None,
-        socket: None,
-    }
-}
-
-fn identity(number: u8) -> GuestIdentity {
-    let guest = guest(number, GuestPhase::Running);
-    GuestIdentity { uuid: guest.uuid, name: guest.name }
-}
-
 fn loss() -> Loss {
     Loss { at: 7, fence: "fence_ipmilan".into() }
 }
@@ -63,12 +28,7 @@ fn loss() -> Loss {
 impl Place {
     fn new() -> Self {
         let etcd = EtcdCluster::start(1);
-        let tls = Some(EtcdTls::read(&etcd.client("root")).unwrap());
-        let config = EtcdConfig { endpoints: etcd.endpoints(), tls };
-        let client = Arc::new(Etcd::connect(&config).unwrap());
-        let prefix = FleetPrefix::new("/f").unwrap();
-        Fleet::make(&client, &prefix).unwrap();
-        let fleet = Arc::new(Fleet::join(client, prefix).unwrap());
+        let fleet = Arc::new(fleet(&etcd));
         let join = |host_name, instance| {
             Membership::begin(Arc::clone(&fleet), name(host_name), host(instance)).unwrap()
         };
@@ -215,19 +175,7 @@ fn orders_of_a_lost_host_end() {
     for (number, source, destination) in
         [(1, "a", "b"), (2, "a", "b"), (3, "a", "b"), (4, "b", "a")]
     {
-        let order = Migration {
-            id: Uuid::from_bytes([number; 16]),
-            guest: identity(number),
-            source: name(source),
-            destination: name(destination),
-            why: String::new(),
-            template: "default".into(),
-            memory_bytes: 1,
-            max_bandwidth: None,
-            ordered_at: 0,
-            cancel: false,
-            phase: MigrationPhase::Ordered,
-        };
+        let order = order(number, number, source, destination);
         place.fleet.order_migration(&order).unwrap();
     }
     place.lose();

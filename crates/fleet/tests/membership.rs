@@ -1,16 +1,15 @@
 //! Hosts that publish themselves and their guests in a real etcd.
 
-use std::collections::BTreeMap;
+mod support;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use uuid::Uuid;
-use vmferry::probe::HostFacts;
 use vmferry_etcd_lab::EtcdCluster;
-use vmferry_fleet::{
-    Etcd, EtcdConfig, EtcdTls, Fleet, FleetPrefix, Guest, GuestPhase, GuestVmm, Host, HostName,
-    HostView, Membership,
-};
+use vmferry_fleet::{Fleet, Guest, GuestPhase, HostView, Membership};
+
+use support::{fleet, host, name};
 
 /// Bounds the waits for leases, which last 10 s: reaching it is a failure.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -23,18 +22,12 @@ struct Place {
 impl Place {
     fn new() -> Self {
         let etcd = EtcdCluster::start(1);
-        let tls = Some(EtcdTls::read(&etcd.client("root")).unwrap());
-        let config = EtcdConfig { endpoints: etcd.endpoints(), tls };
-        let client = Arc::new(Etcd::connect(&config).unwrap());
-        let prefix = FleetPrefix::new("/f").unwrap();
-        Fleet::make(&client, &prefix).unwrap();
-        let fleet = Arc::new(Fleet::join(client, prefix).unwrap());
+        let fleet = Arc::new(fleet(&etcd));
         Self { etcd, fleet }
     }
 
     fn begin(&self, instance: u8) -> Result<Membership, vmferry_fleet::FleetError> {
-        let name = HostName::new("host-a").unwrap();
-        Membership::begin(Arc::clone(&self.fleet), name, host(instance))
+        Membership::begin(Arc::clone(&self.fleet), name("host-a"), host(instance))
     }
 
     fn view(&self) -> HostView {
@@ -51,30 +44,8 @@ impl Place {
     }
 }
 
-fn host(instance: u8) -> Host {
-    Host {
-        instance: Uuid::from_bytes([instance; 16]),
-        address: "host-a.example:7002".to_owned(),
-        identity: None,
-        cpus: 2,
-        memory_bytes: 1 << 30,
-        labels: BTreeMap::from([("rack".to_owned(), "r1".to_owned())]),
-        networks: Vec::new(),
-        templates: Vec::new(),
-        facts: HostFacts { cpu_flags: vec!["avx2".to_owned()], ..HostFacts::default() },
-    }
-}
-
 fn guest(number: u8) -> Guest {
-    Guest {
-        uuid: Uuid::from_bytes([number; 16]),
-        name: format!("guest-{number}"),
-        vmm: GuestVmm::Qemu,
-        phase: GuestPhase::Running,
-        memory_bytes: Some(1 << 28),
-        vcpus: Some(1),
-        socket: None,
-    }
+    support::guest(number, GuestPhase::Running)
 }
 
 #[test]

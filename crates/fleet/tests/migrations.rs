@@ -1,46 +1,18 @@
 //! Orders in a real etcd.
 
-use std::sync::Arc;
+mod support;
 
-use uuid::Uuid;
 use vmferry_etcd_lab::EtcdCluster;
-use vmferry_fleet::{
-    Etcd, EtcdConfig, EtcdTls, Fleet, FleetPrefix, HostName, HostOrders, Migration, MigrationPhase,
-};
-use vmferry_handover::GuestIdentity;
+use vmferry_fleet::{HostName, HostOrders, Migration, MigrationPhase};
 
-fn fleet(etcd: &EtcdCluster) -> Fleet {
-    let tls = Some(EtcdTls::read(&etcd.client("root")).unwrap());
-    let config = EtcdConfig { endpoints: etcd.endpoints(), tls };
-    let client = Arc::new(Etcd::connect(&config).unwrap());
-    let prefix = FleetPrefix::new("/f").unwrap();
-    Fleet::make(&client, &prefix).unwrap();
-    Fleet::join(client, prefix).unwrap()
-}
-
-fn order(number: u8, destination: &str) -> Migration {
-    let name = |name: &str| HostName::new(name).unwrap();
-    Migration {
-        id: Uuid::from_bytes([number; 16]),
-        guest: GuestIdentity { uuid: Uuid::from_bytes([9; 16]), name: "web".into() },
-        source: name("a"),
-        destination: name(destination),
-        why: String::new(),
-        template: "default".into(),
-        memory_bytes: 1,
-        max_bandwidth: None,
-        ordered_at: 0,
-        cancel: false,
-        phase: MigrationPhase::Ordered,
-    }
-}
+use support::{fleet, order};
 
 #[test]
 fn of_two_orders_for_one_guest_one_is_taken() {
     let etcd = EtcdCluster::start(1);
     let (one, other) = (fleet(&etcd), fleet(&etcd));
     for number in 1..20 {
-        let (first, second) = (order(2 * number, "b"), order(2 * number + 1, "c"));
+        let (first, second) = (order(2 * number, 9, "a", "b"), order(2 * number + 1, 9, "a", "c"));
         let (first, second) = std::thread::scope(|scope| {
             let ordered = scope.spawn(|| one.order_migration(&first).map(|()| first.clone()));
             let second = other.order_migration(&second).map(|()| second.clone());
@@ -50,7 +22,7 @@ fn of_two_orders_for_one_guest_one_is_taken() {
             (Ok(taken), Err(error)) | (Err(error), Ok(taken)) => (taken, error.to_string()),
             both => panic!("{both:?}"),
         };
-        let expected = format!("web is being moved to {} already", taken.destination);
+        let expected = format!("guest-9 is being moved to {} already", taken.destination);
         assert!(refused.contains(&expected), "{refused}");
         let over = Migration { phase: MigrationPhase::Cancelled, ..taken.clone() };
         let now = one.change_migration(&taken, |_| Some(over.clone())).unwrap();
@@ -62,11 +34,11 @@ fn of_two_orders_for_one_guest_one_is_taken() {
 fn order_that_was_replaced_is_not_changed() {
     let etcd = EtcdCluster::start(1);
     let fleet = fleet(&etcd);
-    let first = order(1, "b");
+    let first = order(1, 9, "a", "b");
     fleet.order_migration(&first).unwrap();
     let over = Migration { phase: MigrationPhase::Cancelled, ..first.clone() };
     fleet.change_migration(&first, |_| Some(over.clone())).unwrap();
-    let second = order(2, "b");
+    let second = order(2, 9, "a", "b");
     fleet.order_migration(&second).unwrap();
     let failed = Migration { cancel: true, ..first.clone() };
     assert_eq!(fleet.change_migration(&first, |_| Some(failed.clone())).unwrap(), None);

@@ -1,32 +1,27 @@
 //! Users and roles in a real etcd whose authentication is enabled.
 
-use std::collections::BTreeMap;
+mod support;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use uuid::Uuid;
 use vmferry::chain;
-use vmferry::probe::HostFacts;
 use vmferry::witness::{Register, Witness, WitnessRequest};
 use vmferry_etcd_lab::EtcdCluster;
 use vmferry_fleet::{
-    Etcd, EtcdConfig, EtcdTls, EtcdWitness, Fate, Fleet, FleetError, FleetPrefix, FleetUser,
-    GrantedRole, Guest, GuestPhase, GuestVmm, Host, HostName, HostOrders, Loss, Membership,
-    Migration, MigrationPhase, OperatorName, RoleChange,
+    EtcdWitness, Fate, Fleet, FleetError, FleetPrefix, FleetUser, GrantedRole, Guest, GuestPhase,
+    Host, HostOrders, Loss, Membership, Migration, MigrationPhase, OperatorName, RoleChange,
 };
-use vmferry_handover::{GuestIdentity, SessionId};
+use vmferry_handover::SessionId;
 
-fn connect(etcd: &EtcdCluster, user: &str) -> Arc<Etcd> {
-    let tls = Some(EtcdTls::read(&etcd.client(user)).unwrap());
-    Arc::new(Etcd::connect(&EtcdConfig { endpoints: etcd.endpoints(), tls }).unwrap())
+use support::{connect, host, name, prefix};
+
+fn guest() -> Guest {
+    support::guest(9, GuestPhase::Running)
 }
 
-fn prefix(text: &str) -> FleetPrefix {
-    FleetPrefix::new(text).unwrap()
-}
-
-fn name(text: &str) -> HostName {
-    HostName::new(text).unwrap()
+fn order(number: u8) -> Migration {
+    support::order(number, 9, "host-a", "host-b")
 }
 
 fn host_user(text: &str) -> FleetUser {
@@ -39,13 +34,13 @@ fn operator(text: &str) -> FleetUser {
 
 /// The fleet `/f`, as this user sees it.
 fn join(etcd: &EtcdCluster, user: &str) -> Result<Arc<Fleet>, FleetError> {
-    Fleet::join(connect(etcd, user), prefix("/f")).map(Arc::new)
+    Fleet::join(connect(etcd, user), prefix()).map(Arc::new)
 }
 
 /// An etcd that checks roles, with a fleet of `host-a`, `host-b` and the operator `alice`.
 fn place() -> EtcdCluster {
     let etcd = EtcdCluster::start(1);
-    Fleet::make(&connect(&etcd, "root"), &prefix("/f")).unwrap();
+    Fleet::make(&connect(&etcd, "root"), &prefix()).unwrap();
     let fleet = join(&etcd, "root").unwrap();
     for user in [host_user("host-a"), host_user("host-b"), operator("alice")] {
         fleet.grant(&user).unwrap();
@@ -54,48 +49,6 @@ fn place() -> EtcdCluster {
     etcd.enable_authentication();
     assert!(fleet.checks_roles().unwrap());
     etcd
-}
-
-fn host_object(instance: u8) -> Host {
-    Host {
-        instance: Uuid::from_bytes([instance; 16]),
-        address: "host.example:7002".to_owned(),
-        identity: None,
-        cpus: 2,
-        memory_bytes: 1 << 30,
-        labels: BTreeMap::new(),
-        networks: Vec::new(),
-        templates: Vec::new(),
-        facts: HostFacts::default(),
-    }
-}
-
-fn guest() -> Guest {
-    Guest {
-        uuid: Uuid::from_bytes([9; 16]),
-        name: "web".to_owned(),
-        vmm: GuestVmm::Qemu,
-        phase: GuestPhase::Running,
-        memory_bytes: None,
-        vcpus: None,
-        socket: None,
-    }
-}
-
-fn order(number: u8) -> Migration {
-    Migration {
-        id: Uuid::from_bytes([number; 16]),
-        guest: GuestIdentity { uuid: guest().uuid, name: guest().name },
-        source: name("host-a"),
-        destination: name("host-b"),
-        why: String::new(),
-        template: "default".into(),
-        memory_bytes: 1,
-        max_bandwidth: None,
-        ordered_at: 0,
-        cancel: false,
-        phase: MigrationPhase::Ordered,
-    }
 }
 
 /// Checks that etcd's roles do not let `user` do this.
@@ -114,12 +67,12 @@ fn keys(etcd: &EtcdCluster) -> Vec<String> {
 fn host_with_its_role_does_all_that_an_agent_does() {
     let etcd = place();
     let fleet = join(&etcd, "host-a").unwrap();
-    let mut member = Membership::begin(Arc::clone(&fleet), name("host-a"), host_object(1)).unwrap();
+    let mut member = Membership::begin(Arc::clone(&fleet), name("host-a"), host(1)).unwrap();
     member.keep(Some(1 << 20)).unwrap();
-    member.describe(Host { cpus: 3, ..host_object(1) }).unwrap();
+    member.describe(Host { cpus: 3, ..host(1) }).unwrap();
     member.publish(vec![guest()]).unwrap();
     // The next agent finds what the last one has published, and a guest is removed.
-    let mut member = Membership::begin(Arc::clone(&fleet), name("host-a"), host_object(1)).unwrap();
+    let mut member = Membership::begin(Arc::clone(&fleet), name("host-a"), host(1)).unwrap();
     member.publish(Vec::new()).unwrap();
     fleet.check_incarnation().unwrap();
     let operator = join(&etcd, "alice").unwrap();
@@ -151,12 +104,12 @@ fn host_with_its_role_does_all_that_an_agent_does() {
 #[test]
 fn host_that_has_joined_goes_on_when_authentication_is_enabled() {
     let etcd = EtcdCluster::start(1);
-    Fleet::make(&connect(&etcd, "root"), &prefix("/f")).unwrap();
+    Fleet::make(&connect(&etcd, "root"), &prefix()).unwrap();
     join(&etcd, "root").unwrap().grant(&host_user("host-a")).unwrap();
     let fleet = join(&etcd, "host-a").unwrap();
-    let mut member = Membership::begin(fleet, name("host-a"), host_object(1)).unwrap();
+    let mut member = Membership::begin(fleet, name("host-a"), host(1)).unwrap();
     let mut other =
-        Membership::begin(join(&etcd, "host-b").unwrap(), name("host-b"), host_object(2)).unwrap();
+        Membership::begin(join(&etcd, "host-b").unwrap(), name("host-b"), host(2)).unwrap();
     etcd.enable_authentication();
     member.keep(Some(1 << 20)).unwrap();
     member.publish(vec![guest()]).unwrap();
@@ -168,23 +121,23 @@ fn host_that_has_joined_goes_on_when_authentication_is_enabled() {
 fn host_writes_neither_keys_of_other_hosts_nor_orders_nor_the_fleet() {
     let etcd = place();
     let fleet = join(&etcd, "host-a").unwrap();
-    Membership::begin(join(&etcd, "host-b").unwrap(), name("host-b"), host_object(2)).unwrap();
+    Membership::begin(join(&etcd, "host-b").unwrap(), name("host-b"), host(2)).unwrap();
     let before = keys(&etcd);
     // Another host's certificate, and the host's name.
-    let begun = Membership::begin(Arc::clone(&fleet), name("host-b"), host_object(2));
+    let begun = Membership::begin(Arc::clone(&fleet), name("host-b"), host(2));
     forbidden(begun, "host-a", "write /f/hosts/host-b/presence");
-    let begun = Membership::begin(Arc::clone(&fleet), name("host-c"), host_object(3));
+    let begun = Membership::begin(Arc::clone(&fleet), name("host-c"), host(3));
     forbidden(begun, "host-a", "write /f/hosts/host-c/presence");
     let ordered =
         fleet.order(&name("host-b"), |_| HostOrders { cordoned: true, ..HostOrders::default() });
     forbidden(ordered, "host-a", "write /f/orders/host-b");
-    let renewed = Fleet::renew(&connect(&etcd, "host-a"), &prefix("/f"));
+    let renewed = Fleet::renew(&connect(&etcd, "host-a"), &prefix());
     forbidden(renewed, "host-a", "write /f/fleet");
     let granted = fleet.grant(&host_user("host-a"));
     forbidden(granted, "host-a", "manage users and roles");
-    let foreign = Fleet::join(connect(&etcd, "host-a"), prefix("/g"));
+    let foreign = Fleet::join(connect(&etcd, "host-a"), FleetPrefix::new("/g").unwrap());
     forbidden(foreign, "host-a", "read /g/fleet");
-    let made = Fleet::make(&connect(&etcd, "host-a"), &prefix("/g"));
+    let made = Fleet::make(&connect(&etcd, "host-a"), &FleetPrefix::new("/g").unwrap());
     forbidden(made, "host-a", "write /g/fleet");
     assert_eq!(keys(&etcd), before, "nothing was written");
 }
@@ -193,12 +146,13 @@ fn host_writes_neither_keys_of_other_hosts_nor_orders_nor_the_fleet() {
 fn operator_declares_hosts_lost_and_changes_no_fleet() {
     let etcd = place();
     let host = join(&etcd, "host-a").unwrap();
-    let mut member = Membership::begin(Arc::clone(&host), name("host-a"), host_object(1)).unwrap();
+    let mut member =
+        Membership::begin(Arc::clone(&host), name("host-a"), support::host(1)).unwrap();
     member.publish(vec![guest()]).unwrap();
     let session = SessionId([1; 16]);
     EtcdWitness::new(host, name("host-b")).open(session, &order(1).guest).unwrap();
     let fleet = join(&etcd, "alice").unwrap();
-    let renewed = Fleet::renew(&connect(&etcd, "alice"), &prefix("/f"));
+    let renewed = Fleet::renew(&connect(&etcd, "alice"), &prefix());
     forbidden(renewed, "alice", "write /f/fleet");
     let loss = Loss { at: 7, fence: "fence".into() };
     let declared = join(&etcd, "host-b").unwrap().declare_lost(&name("host-a"), &loss);
@@ -251,11 +205,11 @@ fn what_is_there_is_left_and_other_permissions_are_corrected() {
     change(&["grant-permission", role, "write", "/f/fleet"]);
     change(&["revoke-permission", role, "/f/sessions/", "--prefix"]);
     let fleet_as_host = connect(&etcd, "host-a");
-    Fleet::renew(&fleet_as_host, &prefix("/f")).expect("the edited role permits it");
+    Fleet::renew(&fleet_as_host, &prefix()).expect("the edited role permits it");
     let corrected = fleet.grant(&host_user("host-a")).unwrap();
     assert_eq!(corrected, GrantedRole { change: RoleChange::Corrected, ..unchanged.clone() });
     assert_eq!(permissions(), right);
-    forbidden(Fleet::renew(&fleet_as_host, &prefix("/f")), "host-a", "write /f/fleet");
+    forbidden(Fleet::renew(&fleet_as_host, &prefix()), "host-a", "write /f/fleet");
     // A range that etcd has twice: it looks at the first permission that begins with a key.
     change(&["revoke-permission", role, "/f/", "--prefix"]);
     change(&["grant-permission", role, "read", "/f/"]);
@@ -287,7 +241,7 @@ fn requests_go_on_while_users_and_roles_are_changed() {
         // etcd checks the permission to end a lease with keys after it has ordered the request
         // among the changes.
         let again = || {
-            let begun = Membership::begin(Arc::clone(&host), name("host-a"), host_object(1));
+            let begun = Membership::begin(Arc::clone(&host), name("host-a"), support::host(1));
             begun.and_then(Membership::end)
         };
         let all: Result<Vec<()>, FleetError> = (0..50).map(|_| again()).collect();

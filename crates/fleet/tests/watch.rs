@@ -1,21 +1,20 @@
 //! Copies that follow a real etcd, whose members fail.
 
+mod support;
+
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use uuid::Uuid;
 use vmferry_etcd_lab::EtcdCluster;
 use vmferry_fleet::{
-    Etcd, EtcdConfig, EtcdError, EtcdTls, Fleet, FleetError, FleetPrefix, HostName, Migration,
-    MigrationPhase, Watch,
+    Etcd, EtcdConfig, EtcdError, EtcdTls, Fleet, FleetError, Migration, MigrationPhase, Watch,
 };
-use vmferry_handover::GuestIdentity;
+
+use support::{order, prefix};
 
 /// Bounds the waits: reaching it is a failure. A silent member is noticed after 8 s.
 const PATIENCE: Duration = Duration::from_secs(120);
-
-const PREFIX: &str = "/f";
 
 /// A client that asks these members.
 fn client(etcd: &EtcdCluster, members: &[usize]) -> Arc<Etcd> {
@@ -26,24 +25,7 @@ fn client(etcd: &EtcdCluster, members: &[usize]) -> Arc<Etcd> {
 }
 
 fn join(client: Arc<Etcd>) -> Fleet {
-    Fleet::join(client, FleetPrefix::new(PREFIX).unwrap()).unwrap()
-}
-
-fn migration(number: u8) -> Migration {
-    let name = |name: &str| HostName::new(name).unwrap();
-    Migration {
-        id: Uuid::from_bytes([number; 16]),
-        guest: GuestIdentity { uuid: Uuid::from_bytes([number; 16]), name: "web".into() },
-        source: name("a"),
-        destination: name("b"),
-        why: String::new(),
-        template: "default".into(),
-        memory_bytes: 1,
-        max_bandwidth: None,
-        ordered_at: 0,
-        cancel: false,
-        phase: MigrationPhase::Ordered,
-    }
+    Fleet::join(client, prefix()).unwrap()
 }
 
 /// A copy of a fleet's migrations.
@@ -72,8 +54,12 @@ impl Copy {
     }
 }
 
+fn migration(number: u8) -> Migration {
+    order(number, number, "a", "b")
+}
+
 /// Orders a migration, once etcd has elected a leader.
-fn order(writer: &Fleet, number: u8) {
+fn give(writer: &Fleet, number: u8) {
     let ordered = (0..60).any(|_| match writer.order_migration(&migration(number)) {
         Ok(()) => true,
         Err(FleetError::Etcd(EtcdError::NoAnswer { .. })) => false,
@@ -86,26 +72,26 @@ fn order(writer: &Fleet, number: u8) {
 fn copy_follows_etcd_whichever_member_fails() {
     let mut etcd = EtcdCluster::start(3);
     let writer = client(&etcd, &[0, 1, 2]);
-    Fleet::make(&writer, &FleetPrefix::new(PREFIX).unwrap()).unwrap();
+    Fleet::make(&writer, &prefix()).unwrap();
     let writer = join(writer);
     let copy = Copy::of(join(client(&etcd, &[0, 1, 2])));
     copy.has(0);
-    order(&writer, 1);
+    give(&writer, 1);
     copy.has(1);
     // It follows the first member.
     etcd.kill(0);
-    order(&writer, 2);
+    give(&writer, 2);
     copy.has(2);
     etcd.restart(0);
     etcd.wait_for(0);
     // Now the second one, whose connections stay open.
     etcd.stop(1);
-    order(&writer, 3);
+    give(&writer, 3);
     copy.has(3);
     etcd.resume(1);
     etcd.wait_for(1);
     // An object that was removed.
-    let key = format!("{PREFIX}/migrations/{}", migration(2).guest.uuid);
+    let key = format!("{}/migrations/{}", prefix(), migration(2).guest.uuid);
     etcd.etcdctl_ok(&["del", &key]);
     copy.has(2);
     // A member that is left alone knows no changes.
@@ -115,7 +101,7 @@ fn copy_follows_etcd_whichever_member_fails() {
         etcd.restart(member);
         etcd.wait_for(member);
     }
-    order(&writer, 4);
+    give(&writer, 4);
     copy.has(3);
 }
 
@@ -123,7 +109,7 @@ fn copy_follows_etcd_whichever_member_fails() {
 fn what_a_copy_knows_decides_nothing() {
     let etcd = EtcdCluster::start(1);
     let writer = client(&etcd, &[0]);
-    Fleet::make(&writer, &FleetPrefix::new(PREFIX).unwrap()).unwrap();
+    Fleet::make(&writer, &prefix()).unwrap();
     let (writer, copy) = (join(writer), Copy::of(join(client(&etcd, &[0]))));
     let order = migration(1);
     writer.order_migration(&order).unwrap();
