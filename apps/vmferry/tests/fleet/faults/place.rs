@@ -226,8 +226,9 @@ impl Place {
         self.proxy.release();
     }
 
-    /// Waits until the order is over and the guest is on one host only, where it is checked.
-    pub fn settles(&mut self, order: Running, deadline: Instant) -> &'static str {
+    /// Waits until the order is over and the guest is on one host only, where it is checked. Returns
+    /// whether it has moved.
+    pub fn settles(&mut self, order: Running, deadline: Instant) -> bool {
         // It says what became of the guest, which agents publish later.
         let moved = order.finish().code == Some(0);
         let host = if moved { "b" } else { "a" };
@@ -237,13 +238,14 @@ impl Place {
         let status = ["fleet", "status", "--config", text(&self.table)];
         let status = run_ok(&self.operator, &status);
         assert_eq!((&status["moves"], &status["problems"]), (&json!([]), &json!([])), "{status}");
-        self.check(host)
+        self.check(host);
+        moved
     }
 
-    fn check(&mut self, host: &str) -> &'static str {
+    fn check(&mut self, host: &str) {
         if host == "a" {
             self.scene.here.check_guest();
-            return "the guest has stayed";
+            return;
         }
         let shown = run_ok(&self.operator, &["fleet", "guests", "--config", text(&self.table)]);
         let qmp = json!({ "qmp": shown["guests"][0]["socket"] });
@@ -251,7 +253,6 @@ impl Place {
         arrived.check();
         assert!(self.scene.here.child.wait().unwrap().success());
         arrived.quit();
-        "the guest has moved"
     }
 
     /// Host and phase of each guest; `None` if etcd does not answer.
